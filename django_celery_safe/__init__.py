@@ -29,6 +29,7 @@ from .exceptions import (
 from .idempotency import IdempotentMixin, forget_record, idempotent
 from .leases.claim import Claim, current_claim
 from .locks import CacheLock, HeldLock, cache_lock, find_lock, iter_locks, release_lock
+from .resuming import checkpoint, resumable, resumed_at
 from .sending import SafeTask, SafeTaskMixin, send_on_commit
 
 __all__ = [
@@ -54,12 +55,15 @@ __all__ = [
     "TaskPoisoned",
     "WrongTransaction",
     "cache_lock",
+    "checkpoint",
     "current_claim",
     "find_lock",
     "forget_record",
     "idempotent",
     "iter_locks",
     "release_lock",
+    "resumable",
+    "resumed_at",
     "send_on_commit",
     "single_instance",
     "stages",

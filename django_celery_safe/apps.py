@@ -18,12 +18,14 @@ class DjangoCelerySafeConfig(AppConfig):
         from .delivery import endings
         from .idempotency import records
         from .models.stages import RunRoom, StageRun
+        from .resuming import handing_over
         from .sending import housekeeping
         from .stages import decisions, progress, step_table
 
         checks.connect()
         transactions.connect()
         endings.connect()
+        handing_over.connect()
         # Relays do the chores in this order.
         housekeeping.connect()
         step_table.connect()

@@ -12,10 +12,11 @@
 -- add_messages --
 INSERT INTO django_celery_safe_outboxmessage (
     task, task_id, properties, body, chord, chord_calls, attempt, token, created_at, due_at, state,
-    attempts, starts, deaths, resent, error, error_type, traceback, holder, last_death, result
+    attempts, starts, deaths, resent, error, error_type, traceback, holder, last_death, result,
+    "cursor"
 ) VALUES (
     :task, :task_id, :properties, _binary :body, :chord, :chord_calls, :attempt, :token, NOW,
-    AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', ''
+    AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', '', ''
 )
 RETURNING id, task_id
 
@@ -23,7 +24,7 @@ RETURNING id, task_id
 UPDATE django_celery_safe_outboxmessage
 SET task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
     due_at = AFTER(:held), token = :sender, state = 'pending', attempts = 0,
-    result = COALESCE(:result, result)
+    result = COALESCE(:result, result), "cursor" = COALESCE(:result, "cursor")
 WHERE attempt = :name AND token = :token
 RETURNING id
 -- changed: attempt = :attempt AND token = :sender
@@ -62,6 +63,11 @@ UPDATE django_celery_safe_outboxmessage
 SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0
 WHERE id IN (:ids) AND token = :token
 
+-- await_eta --
+UPDATE django_celery_safe_outboxmessage
+SET due_at = AFTER(:wait), sent_at = AFTER(:wait), token = ''
+WHERE id IN (:ids) AND token = :token
+
 -- give_back --
 UPDATE django_celery_safe_outboxmessage
 SET due_at = AFTER(:delay), token = '', error = COALESCE(:error, error)
@@ -77,6 +83,11 @@ WHERE attempt = :attempt
     AND (state IN ('pending', 'sent') OR (state = 'running' AND due_at < NOW))
 RETURNING deaths, last_death, result, starts
 -- changed: attempt = :attempt AND token = :token
+
+-- move_message --
+UPDATE django_celery_safe_outboxmessage
+SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0
+WHERE attempt = :attempt AND token = :token
 
 -- end_message --
 UPDATE django_celery_safe_outboxmessage
@@ -94,13 +105,18 @@ FROM django_celery_safe_idempotencyrecord WHERE "key" = :key
 
 -- add_record --
 INSERT INTO django_celery_safe_idempotencyrecord (
-    "key", state, token, holder, digest, claims, claimed_at, ends_at, result, error
-) VALUES (:key, 'running', :token, :holder, :digest, 1, NOW, AFTER(:lease), '', '')
+    "key", state, token, holder, digest, claims, claimed_at, ends_at, result, error, "cursor"
+) VALUES (:key, 'running', :token, :holder, :digest, 1, NOW, AFTER(:lease), '', '', '')
 ON CONFLICT DO NOTHING
+
+-- move_record --
+UPDATE django_celery_safe_idempotencyrecord
+SET "cursor" = :cursor WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- finish_record --
 UPDATE django_celery_safe_idempotencyrecord
-SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep)
+SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep),
+    "cursor" = ''
 WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- lock_run --

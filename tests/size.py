@@ -102,13 +102,13 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_631,
+        15_040,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
     Part("tests", "lines", 32_020, lambda: sum_code("tests")),
     Part("example", "lines", 1_400, lambda: sum_code("example_project")),
-    Part("docs", "words", 30_700, lambda: sum(map(count_words, read_pages()))),
-    Part("docs", "pages", 26, lambda: len(read_pages())),
+    Part("docs", "words", 31_500, lambda: sum(map(count_words, read_pages()))),
+    Part("docs", "pages", 27, lambda: len(read_pages())),
 )
 
 

@@ -52,6 +52,7 @@ HEADINGS: Final = {
     "liveness": gettext_lazy("holder"),
     "name": gettext_lazy("key"),
     "process": gettext_lazy("process"),
+    "progress": gettext_lazy("progress"),
     "reason": gettext_lazy("reason"),
     "remaining": gettext_lazy("lease left"),
     "resent": gettext_lazy("resent"),

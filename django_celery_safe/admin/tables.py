@@ -47,7 +47,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     fields = readonly_fields = (
         *("task", "task_id", "shown", "attempts", "starts", "deaths", "resent"),
         *columns(OutboxMessage, "created_at", "due_at", "sent_at", "started_at", "ended_at"),
-        *columns(OutboxMessage, "process", "arguments", longest=None),
+        *columns(OutboxMessage, "checkpoint_at", "progress", "process", "arguments", longest=None),
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")

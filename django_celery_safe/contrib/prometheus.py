@@ -48,6 +48,7 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Time since a relay could have taken the message that is due the longest.",
         ("database",),
     ),
+    "outbox_checkpoint_age_seconds": ("Age of a running task's last checkpoint.", ("database",)),
     "relay_last_seen_timestamp_seconds": ("When a relay was seen last.", ("database",)),
     "locks_held": ("Locks that are held, by what holds them.", ("kind",)),
     "locks_overdue": ("Locks that their holder should have renewed by now.", ()),
@@ -146,6 +147,7 @@ def _read_outbox(alias: str, most: int) -> Iterator[Sample]:
     for state in STATES:
         yield "outbox_messages", getattr(figures, state).number, (alias, state)
     yield "outbox_lag_seconds", figures.lag_s, (alias,)
+    yield "outbox_checkpoint_age_seconds", figures.checkpoint_s, (alias,)
     if figures.relay is not None:
         yield "relay_last_seen_timestamp_seconds", figures.relay.at.timestamp(), (alias,)
 

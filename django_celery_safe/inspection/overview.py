@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from django.db.models import Count, Max, Min, Q, QuerySet
+from django.db.models.functions import Coalesce
 
 from ..databases import Now, read_moment
 from ..locks import iter_locks
@@ -61,7 +62,10 @@ class OutboxFigures(NamedTuple):
 
     Attributes:
         pending, sent, running, failed, dead: Number of messages in each state.
-        oldest_s: The age of the oldest pending message; None: there is none.
+        oldest_s: For how long the oldest pending message waits to be sent, since it was sent last
+            or its eta; None: there is none.
+        checkpoint_s: Seconds since the last checkpoint of the running task whose checkpoint is the
+            oldest; 0: none has one.
         lag_s: Seconds for which the longest due message has been due; 0: nothing is due.
         relay: The relay that was seen last; None: no relay was ever seen.
     """
@@ -72,6 +76,7 @@ class OutboxFigures(NamedTuple):
     failed: Figure
     dead: Figure
     oldest_s: float | None
+    checkpoint_s: float
     lag_s: float
     relay: RelaySeen | None
 
@@ -117,13 +122,16 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
     """Return the figures of the outbox in a database, each up to ``most``; four queries."""
     messages = OutboxMessage.objects.using(alias)
     pending = Q(state=OutboxMessage.State.PENDING)
+    running = Q(state=OutboxMessage.State.RUNNING)
+    awaits_eta = Q(sent_at__gt=Now())
     # Rows that are due soonest come first: pending messages before running and sent ones.
     live = messages.filter(due_at__isnull=False).order_by("due_at", "pk")[: most + 1]
     seen = live.aggregate(
         total=Count("pk"),
         pending=Count("pk", filter=pending),
-        running=Count("pk", filter=Q(state=OutboxMessage.State.RUNNING)),
-        oldest_at=Min("created_at", filter=pending),
+        running=Count("pk", filter=running),
+        checkpoint_at=Min("checkpoint_at", filter=running),
+        oldest_at=Min(Coalesce("sent_at", "created_at"), filter=pending & ~awaits_eta),
         due_at=Min("due_at"),
         asked_at=Max(Now()),
     )
@@ -136,6 +144,7 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
         failed=count(messages.failed().order_by("-ended_at"), most),
         dead=count(messages.dead().order_by("-ended_at"), most),
         oldest_s=seconds_between(seen["oldest_at"], seen["asked_at"]),
+        checkpoint_s=seconds_between(seen["checkpoint_at"], seen["asked_at"]) or 0.0,
         lag_s=seconds_between(seen["due_at"], seen["asked_at"]) or 0.0,
         relay=find_relay(alias),
     )

@@ -69,6 +69,8 @@ class Claim(ABC):
 
     #: The table that has the row; each kind of claim annotates it with its own type.
     table: Any
+    #: Whether the row runs its task again if this process does not end it.
+    is_carried = False
 
     def __init__(self, table: LeaseTable | None, name: str, key: str, seconds: float) -> None:
         """
@@ -94,6 +96,14 @@ class Claim(ABC):
         #: Whether the renewing thread can see the row and renews its lease.
         self._renews = False
         self._is_committed = False
+        #: What the work walks, such as ``shop.price by id``, and the cursor with which it began,
+        #: see ``resuming``; "": it walks nothing.
+        self.walks = ""
+        self.began_with: Any = None
+        #: Rolls the open chunk of ``resumable()`` back; None: no chunk is open.
+        self.abandon_chunk: Callable[[], None] | None = None
+        #: Ends the run, whatever its task makes of it: another worker goes on; None: none does.
+        self.handed_over: Exception | None = None
         #: How many messages with its own id the running task had sent at :meth:`begin`.
         self._sent_before = 0
         # The partial must not refer to the claim: the lease would keep the claim alive and be
@@ -123,9 +133,15 @@ class Claim(ABC):
             InvalidResult: JSON can't represent the result, or it is too long; nothing is
                 recorded.
             WrongTransaction: Autocommit is off on that database; nothing is recorded.
-            ConfigurationError: The work is not ours, or is already finished.
+            ConfigurationError: The work is not ours, or is already finished; or a loop of
+                ``resumable()`` has a chunk open.
         """
-        self._check_unfinished()
+        self.check_unfinished()
+        if self.abandon_chunk is not None:
+            raise ConfigurationError(
+                f"{self.key!r} can't be finished inside its resumable() loop, whose chunk is not "
+                f"complete. Finish it behind the loop."
+            )
         self._record_done(self._encode(result))
         self.result = result
 
@@ -139,7 +155,7 @@ class Claim(ABC):
             ClaimLost: The claim is no longer ours.
             ConfigurationError: The work is not ours, or is finished.
         """
-        self._check_unfinished()
+        self.check_unfinished()
         if not self._rows().claimed(self.token).exists():
             self.raise_lost()
 
@@ -217,10 +233,15 @@ class Claim(ABC):
             self._roll_back_open()
             if (shutdown := find_shutdown(error)) is not None:
                 raise shutdown from error
+            if self.handed_over is not None and isinstance(error, Exception):
+                raise self.handed_over from None
             raise
         finally:
             _current.set(before)
-        if self._roll_back_open():
+        was_left_open = self._roll_back_open()
+        if self.handed_over is not None:
+            raise self.handed_over
+        if was_left_open:
             raise WrongTransaction(
                 f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
                 f"autocommit off there. It was rolled back: nobody would have committed it. Leave "
@@ -229,6 +250,8 @@ class Claim(ABC):
 
     def _roll_back_open(self) -> bool:
         """Roll back a transaction that the work left open here; return whether there was one."""
+        if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
+            self.abandon_chunk()
         if self.is_of_parent() or not self._is_left_open():
             return False
         reconnect(self.table.alias)
@@ -372,7 +395,24 @@ class Claim(ABC):
         """Return a queryset of the claimed row, with one row or none."""
         return self.table.at(self.name)
 
-    def _check_unfinished(self) -> None:
+    def read_cursor(self) -> str:
+        """
+        Return how far the work got, as the row keeps it; "": not at all.
+
+        Raises:
+            ClaimLost: The claim is no longer ours.
+        """
+        row = self._rows().claimed(self.token)
+        found: str | None = row.values_list("cursor", flat=True).first()
+        return self.raise_lost() if found is None else found
+
+    def check_unfinished(self) -> None:
+        """
+        Check that the work is ours and goes on, as far as this process knows.
+
+        Raises:
+            ConfigurationError: It is not ours, or is finished.
+        """
         if not self.is_held:
             raise ConfigurationError(
                 f"The claim of {self.key!r} is not ours: the work was done before, or its block "
@@ -421,17 +461,22 @@ def current_claim() -> Claim:
         ConfigurationError: The running code has no claim.
     """
     task, request = get_current_task(), _find_request()
-    # A helper thread of a task has no request of its own.
-    ours = [one for one, its in _current.get() if one.is_held and request in (None, its)]
-    if ours:
+    if ours := own_claims():
         return ours[-1]
     if request is not None and (request.called_directly or request.is_eager):
         return _DirectClaim(str(task.name))
     raise ConfigurationError(
-        "No claim is being worked on here: current_claim() is for code that runs inside an "
+        "No claim is being worked on here: this is for code that runs inside an "
         '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
         "(which this message was not sent with), or a step."
     )
+
+
+def own_claims() -> list[Claim]:
+    """Return the claims of the task that is running here, the innermost last."""
+    request = _find_request()
+    # A helper thread of a task has no request of its own.
+    return [one for one, its in _current.get() if one.is_held and request in (None, its)]
 
 
 def working_claims() -> list[Claim]:
@@ -463,7 +508,10 @@ class _DirectClaim(Claim):
         self.is_held = True
 
     def ensure(self) -> None:
-        self._check_unfinished()
+        self.check_unfinished()
+
+    def read_cursor(self) -> str:
+        return ""
 
     def _record_done(self, text: str) -> None:
         self.is_finished = True

@@ -69,6 +69,7 @@ class Migration(migrations.Migration):
                 ('expires_at', models.DateTimeField(null=True, verbose_name='expires at')),
                 ('result', django_celery_safe.models.columns.ExactTextField(default='', verbose_name='result')),
                 ('error', django_celery_safe.models.columns.ExactTextField(default='', verbose_name='error')),
+                ('cursor', django_celery_safe.models.columns.ExactTextField(default='')),
             ],
             options={
                 'verbose_name': 'idempotency record',
@@ -106,6 +107,8 @@ class Migration(migrations.Migration):
                 ('result', django_celery_safe.models.columns.ExactTextField(default='')),
                 ('error_type', django_celery_safe.models.columns.ExactCharField(default='', max_length=255, verbose_name='error type')),
                 ('traceback', django_celery_safe.models.columns.ExactTextField(default='', verbose_name='traceback')),
+                ('cursor', django_celery_safe.models.columns.ExactTextField(default='')),
+                ('checkpoint_at', models.DateTimeField(null=True, verbose_name='last checkpoint')),
             ],
             options={
                 'verbose_name': 'outbox message',

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Final
 
 from django.db import models, transaction
-from django.db.models import Q
+from django.db.models import Case, Q, Value, When
 from django.utils.functional import cached_property
 from django.utils.translation import gettext_lazy as _
 
@@ -74,6 +74,11 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Give a free record to the claim with this token; False if another claim was faster."""
         return bool(
             self.free().update(
+                # The cursor of a call with other arguments says nothing about this one. It comes
+                # first, because MySQL's SET sees what stands before it.
+                cursor=Case(
+                    When(digest=digest, then="cursor"), default=Value("", ExactTextField())
+                ),
                 state=IdempotencyRecord.State.RUNNING,
                 token=token,
                 ends_at=Now() + lease,
@@ -162,6 +167,8 @@ class IdempotencyRecord(ListedRow):
     result = ExactTextField(_("result"), default="")
     #: The error that the work failed with; if the work is done, the reason why it has no result.
     error = ExactTextField(_("error"), default="")
+    #: How far the work got with ``resumable()`` or ``checkpoint()``, as JSON; "": not at all.
+    cursor = ExactTextField(default="")
 
     objects = IdempotencyRecords.as_manager()
 

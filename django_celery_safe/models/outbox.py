@@ -9,6 +9,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
+from ..resuming.cursor import Cursor
 from ..sending.serialization import find_arguments
 from ..texts import duration
 from .columns import ExactCharField, ExactTextField, PartialIndex
@@ -38,7 +39,7 @@ class OutboxMessage(ListedRow):
 
     json_keys = (
         "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "process", "attempts",
-        "starts", "deaths", "resent", "error_type", "error",
+        "starts", "deaths", "resent", "progress", "checkpoint_at", "error_type", "error",
     )  # fmt: skip
 
     task = ExactCharField(_("task"), max_length=255)
@@ -59,7 +60,7 @@ class OutboxMessage(ListedRow):
     attempts = models.PositiveSmallIntegerField(_("attempts"), default=0)
     #: The last error.
     error = ExactTextField(_("error"), default="")
-    #: When it was sent last, even if it is pending again.
+    #: When it was sent last, even if it is pending again; or when it will be, because of its eta.
     sent_at = models.DateTimeField(_("sent at"), null=True)
     #: The id of this attempt of its task, from the header; "": not carried until done.
     attempt = ExactCharField(max_length=32, default="")
@@ -83,6 +84,10 @@ class OutboxMessage(ListedRow):
     #: The type of the error that the task failed with, and the end of the traceback; "": none.
     error_type = ExactCharField(_("error type"), max_length=LONGEST_TYPE, default="")
     traceback = ExactTextField(_("traceback"), default="")
+    #: How far its task got with ``resumable()`` or ``checkpoint()``, as JSON; "": not at all.
+    cursor = ExactTextField(default="")
+    #: When that was recorded last.
+    checkpoint_at = models.DateTimeField(_("last checkpoint"), null=True)
 
     objects = OutboxMessages.as_manager()
 
@@ -151,6 +156,12 @@ class OutboxMessage(ListedRow):
         return find_arguments(self)
 
     @property
+    def progress(self) -> str:
+        """How far its task got, such as ``1,500/20,000``; "": it does not say."""
+        cursor = Cursor.read(self.cursor)
+        return "" if cursor is None else cursor.progress
+
+    @property
     def finished(self) -> bool:
         """Whether the task called ``current_claim().finish()`` and has not ended well since."""
         return bool(self.result) and self.state != State.DONE
@@ -158,7 +169,7 @@ class OutboxMessage(ListedRow):
     @property
     def reason(self) -> str:
         """Why it is in its state and what comes next, for a list; "": nothing to report."""
-        facts = []
+        facts = [self.progress]
         if self.state == State.RUNNING:
             facts.append(self.process)
         elif self.due_in_s:

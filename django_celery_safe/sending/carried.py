@@ -34,6 +34,7 @@ from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned, WrongTrans
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
+from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from ..transactions import TRIES
 from ..values import decode
@@ -63,6 +64,7 @@ class MessageClaim(Claim):
     """
 
     table: MessageTable
+    is_carried = True
     #: Returns the run of this claim; not the run itself, which has the claim.
     find_run: Callable[[], Run | None]
 
@@ -221,7 +223,8 @@ class Run:
         if self.claim.is_of_parent():
             return True  # after a bare os.fork() the child leaves the run too
         self.claim.end()
-        self.has_begun = self.has_begun and not isinstance(error, MessageGoesOn)
+        goes_on = isinstance(error, MessageGoesOn) and not isinstance(error, HandedOver)
+        self.has_begun = self.has_begun and not goes_on
         try:
             if isinstance(error, Exception):
                 self._uncount_unbegun()
@@ -334,7 +337,8 @@ class Run:
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
         self._let_wait(Fault.of(error))
-        is_away, later = isinstance(error, NoAnswer), conf.resend_after()
+        is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
+        later = 0.0 if is_handed_over else conf.resend_after()
         return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
 
     def _has_succeeded(self) -> bool:

@@ -73,6 +73,11 @@ class MessageTable(LeaseTable):
         rows = queries.fetch(self.alias, "claim_message", **values)
         return Claimed(*rows[0]) if rows else None
 
+    def move(self, name: str, token: str, cursor: str) -> bool:
+        """Record how far a task got, which lived on; return whether the claim held the row."""
+        values = {"attempt": name, "token": token, "cursor": cursor}
+        return bool(queries.execute(self.alias, "move_message", **values))
+
     def end(self, name: str, token: str, returned: str = "") -> bool:
         """
         Record that a task succeeded, or delete its message if none is kept.
@@ -95,7 +100,9 @@ class MessageTable(LeaseTable):
         """Return whether any attempt of a carried task has not ended."""
         return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
 
-    def record_sent(self, token: str, sent: Mapping[int, float | None]) -> None:
+    def record_sent(
+        self, token: str, sent: Mapping[int, float | None], *, is_far: bool = False
+    ) -> None:
         """
         Record that the broker has messages that a sender or a relay has claimed.
 
@@ -103,14 +110,14 @@ class MessageTable(LeaseTable):
             token: The token of the claim. Rows that another has claimed since are not changed.
             sent: For each row's key: after how many seconds a relay sends the message again; None:
                 its row ends now.
+            is_far: Whether the broker does not have them yet, because they wait for their eta.
         """
         alike: dict[float | None, list[int]] = {}
         for pk, wait in sent.items():
             alike.setdefault(wait, []).append(pk)
         for wait, ids in alike.items():
-            name = "carry_sent"
-            if wait is None:
-                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
+            ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
+            name = ends if wait is None else "await_eta" if is_far else "carry_sent"
             queries.execute(self.alias, name, ids, token=token, wait=wait)
 
     def give_back(

@@ -123,6 +123,18 @@ def attempt_id_of(message: Message) -> str:
     return str(ours.get("attempt", "")) if isinstance(ours, Mapping) else ""
 
 
+def time_to_wait(message: Message) -> float | None:
+    """
+    Return how many seconds a message waits in its row for a far eta; None: it is published now.
+
+    The broker would hold it unacknowledged all that time, deliver it again and again, or lose it.
+    """
+    left = seconds_until(message.eta)
+    if left is None or left <= conf.resend_after() or not attempt_id_of(message):
+        return None
+    return round(left, 1)  # one statement for those of one call
+
+
 def resend_delay(message: Message, resent: int = 0) -> float | None:
     """
     Return after how many seconds a relay sends a message again if no worker starts its task.

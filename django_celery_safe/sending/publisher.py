@@ -97,7 +97,7 @@ class Publisher:
         self._lost_event = False
 
     def publish(
-        self, message: Message, *, again: bool = False, begun: bool = False
+        self, message: Message, *, again: bool = False, begun: bool = False, now: bool = True
     ) -> HeldLock | None:
         """
         Publish a message, unless the same message is already on its way.
@@ -106,6 +106,7 @@ class Publisher:
             again: Whether this very message may have been published before.
             begun: Whether a run of its task began: from then on, one that is unique until its
                 start is no duplicate of another.
+            now: Whether the broker gets it; otherwise it only takes its lock.
 
         Returns:
             None: the broker has it. Otherwise the lock of the message that was sent before.
@@ -115,13 +116,13 @@ class Publisher:
             LockBackendError: The store of the message's lock did not answer.
             Exception: This message can't be sent, and the message itself is the cause.
         """
-        if self.gone is not None:
+        if now and self.gone is not None:
             raise self.gone
+        publish: Callable[[], object] = partial(self._publish, message) if now else _leave
         try:
             if takes_lock(message) and not (begun and _is_unique_until_start(message)):
-                publish = partial(self._publish, message)
                 return publish_once(message.options["headers"], publish, again=again)
-            self._publish(message)
+            publish()
             return None
         except BrokerGone as gone:
             self.gone = gone
@@ -265,6 +266,10 @@ def _is_delayed(options: dict[str, Any]) -> bool:
     """Return whether the broker delays the message by its routing key, as quorum queues do."""
     exchange = getattr(options["exchange"], "name", options["exchange"])
     return exchange == DELAYED and DELAY.match(options["routing_key"] or "") is not None
+
+
+def _leave() -> None:
+    """Leave a message in its row."""
 
 
 @contextmanager

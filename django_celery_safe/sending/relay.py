@@ -50,7 +50,7 @@ from .capture import Message
 from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
 from .message_table import message_table
-from .outbox import EXPIRED, resend_delay
+from .outbox import EXPIRED, resend_delay, time_to_wait
 from .publisher import Publisher
 from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
@@ -113,8 +113,9 @@ class ClaimedMessage(NamedTuple):
 
     @property
     def is_expired(self) -> bool:
-        """Whether the message would be re-sent although its task has expired."""
-        left = seconds_until(self.message.expires) if self.row.why_again else None
+        """Whether the message would be re-sent, or waited for its eta, until its task expired."""
+        has_waited = self.row.why_again or self.message.eta
+        left = seconds_until(self.message.expires) if has_waited else None
         return left is not None and left <= 0
 
 
@@ -279,6 +280,10 @@ class Relay:
                 one = ClaimedMessage.of(row)
                 if one.is_expired:
                     self._end_expired(one)
+                elif one.message.eta and (wait := time_to_wait(one.message)) is not None:
+                    # Its sender has died before it said so.
+                    self._left.discard(row.pk)
+                    self._table.record_sent(self._token, {row.pk: wait}, is_far=True)
                 else:
                     claimed.append(one)
             except ForAnotherRelay as error:

@@ -34,7 +34,7 @@ from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Captured, Message
 from .message_table import message_table
-from .outbox import attempt_id_of, resend_delay
+from .outbox import attempt_id_of, resend_delay, time_to_wait
 from .publisher import Publisher, bounded_publisher, takes_lock
 from .unsent import allow_get, settle
 
@@ -128,6 +128,8 @@ class Sender:
         #: The messages that the broker has, by their rows' keys: how many seconds later a relay
         #: sends them again; None: their row ends.
         self._sent: dict[int, float | None] = {}
+        #: How many seconds other messages wait in their rows for an eta that is far away.
+        self._waits: dict[int, float] = {}
         self._limit: SoftTimeLimitExceeded | None = None
         self._publishers: dict[Celery, Publisher] = {}
         self._faults: dict[Hashable, Exception] = {}
@@ -224,9 +226,10 @@ class Sender:
         message, send = kept
         error: Exception | None = self._limit
         duplicate, outer = None, sys.exc_info()[1]
+        wait = None if message.eta is None else time_to_wait(message)
         if error is None:
             try:
-                duplicate = self._publish(message, send)
+                duplicate = self._publish(message, send, now=wait is None)
             except SoftTimeLimitExceeded as limit:
                 error = self._limit = limit
             except BrokerGone as gone:
@@ -237,20 +240,24 @@ class Sender:
         if error is not None:
             self._record_failure(message, send, error)
             return
-        self._sent[pk] = resend_delay(message) if duplicate is None else None
+        if duplicate is None and wait is not None:
+            self._waits[pk] = wait
+        else:
+            self._sent[pk] = resend_delay(message) if duplicate is None else None
         if send.result is not None and send.result.id == message.task_id:
             settle(send.result, message.options["headers"], duplicate)
-        if duplicate is None:
+        if duplicate is None and wait is None:
             self._announce(message)
 
-    def _publish(self, message: Message, send: Send) -> HeldLock | None:
+    def _publish(self, message: Message, send: Send, *, now: bool) -> HeldLock | None:
         """Publish a message; return the lock that makes it a duplicate, or None."""
         if time.monotonic() >= self._give_up_at:
             raise OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
-        self._register_chord(send)
+        if now:
+            self._register_chord(send)
         is_retry = send.goes_on and bool(message.options["headers"].get("retries"))
         publisher = self._publisher(message.app)
-        return publisher.publish(message, again=send.goes_on, begun=is_retry)
+        return publisher.publish(message, again=send.goes_on, begun=is_retry, now=now)
 
     def _publisher(self, app: Celery) -> Publisher:
         if app not in self._publishers:
@@ -297,9 +304,12 @@ class Sender:
 
     def _end(self, ours: Iterable[int]) -> None:
         """Record which messages were sent, and leave the others to a relay."""
-        table, left = message_table(self.using), [pk for pk in ours if pk not in self._sent]
+        table, done = message_table(self.using), self._sent.keys() | self._waits.keys()
+        left = [pk for pk in ours if pk not in done]
         try:
             table.record_sent(self.token, self._sent)
+            if self._waits:
+                table.record_sent(self.token, self._waits, is_far=True)
             if left:
                 table.give_back(self.token, left)
         except UNSETTLED as error:

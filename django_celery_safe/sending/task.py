@@ -30,6 +30,7 @@ from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
+from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from . import installed
 from .arguments import check_arguments, explain, show
@@ -206,7 +207,8 @@ class SafeTaskMixin(Task[P, R]):
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Re-send the running task, as Celery does; never held back, because Retry rolls back."""
         error = kwargs.get("exc") or sys.exc_info()[1]
-        if isinstance(error, TaskPoisoned) or (error is not None and is_by_row(self.request)):
+        is_decided = isinstance(error, TaskPoisoned | HandedOver)
+        if error is not None and (is_decided or is_by_row(self.request)):
             raise error  # the task's outcome is decided, or its run did not begin
         if self.request.is_eager:
             return super().retry(*args, **kwargs)

@@ -8,7 +8,7 @@ nothing reaches a broker or a result backend. For callbacks of ``on_commit`` the
 
 from __future__ import annotations
 
-from .deliveries import Delivery, deliver_twice, drain_outbox
+from .deliveries import Delivery, deliver_killed, deliver_twice, drain_outbox
 from .locks import hold_lock, locks_in_memory
 from .messages import Sent
 from .runs import run_stages
@@ -16,6 +16,7 @@ from .runs import run_stages
 __all__ = [
     "Delivery",
     "Sent",
+    "deliver_killed",
     "deliver_twice",
     "drain_outbox",
     "hold_lock",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 from celery import Celery, current_app
 from celery.app import trace
@@ -18,6 +19,7 @@ from kombu.serialization import prepare_accept_content
 
 from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
+from ..resuming.cursor import Cursor
 from ..sending.deduplicate import publish_once
 from ..sending.message_table import message_table
 from ..sending.outbox import resend_delay
@@ -69,8 +71,16 @@ def deliver_twice(task: Any, /, *args: Any, **kwargs: Any) -> tuple[Delivery, De
         WrongTransaction: It was called inside ``atomic()``, where no worker runs a task.
         AssertionError: The send was a duplicate (``unique_until``), so there is no message.
     """
-    check_task(task, "deliver_twice")
-    refuse_transaction("deliver_twice")
+    with _taking(task, "deliver_twice", args, kwargs) as (message, sent):
+        first = deliver(task.app, message, sent)
+        return first, deliver(task.app, message, sent, redelivered=True)
+
+
+@contextmanager
+def _taking(task: Any, name: str, args: Any, kwargs: Any) -> Iterator[tuple[Sent, list[Sent]]]:
+    """Send a task; yield its message, and the list in which all sends of the block end up."""
+    check_task(task, name)
+    refuse_transaction(name)
     with kept_from_broker(task.app) as sent:
         with committing():
             task.apply_async(args, kwargs)
@@ -81,8 +91,39 @@ def deliver_twice(task: Any, /, *args: Any, **kwargs: Any) -> tuple[Delivery, De
                 f"message is done: nothing is sent, so nothing can be delivered. A test inside of "
                 f"locks_in_memory() begins without the locks of others."
             )
-        first = deliver(task.app, message, sent)
-        return first, deliver(task.app, message, sent, redelivered=True)
+        yield message, sent
+
+
+def deliver_killed(task: Any, at: int, /, *args: Any, **kwargs: Any) -> Delivery:
+    """
+    Run one message of a task that dies at a checkpoint, and run it again as after a kill.
+
+    The first run ends where it would commit its ``at``-th checkpoint: the end of a chunk of
+    ``resumable()``, or a call of ``checkpoint()``.
+
+    Returns:
+        The outcome of the second run.
+
+    Raises:
+        AssertionError: The first run ended before that checkpoint.
+        WrongTransaction: It was called inside ``atomic()``, where no worker runs a task.
+    """
+    with _taking(task, "deliver_killed", args, kwargs) as (message, sent):
+        left, encode = iter(range(1, at)), Cursor.encode
+
+        def die_at_last(cursor: Cursor) -> str:
+            if next(left, None) is None:
+                raise _Killed
+            return encode(cursor)
+
+        with suppress(_Killed), mock.patch.object(Cursor, "encode", die_at_last):
+            first = deliver(task.app, message, sent)
+            raise AssertionError(f"{task.name} ended before its checkpoint {at}: {first}")
+        return deliver(task.app, message, sent, redelivered=True)
+
+
+class _Killed(SystemExit):
+    """The end of a process, which counts as a death."""
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Shipping an order: carried by the outbox until it is done."""
 
+import time
+
 from celery import shared_task
 from django.core.mail import send_mail
 from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
 
-from django_celery_safe import current_claim
+from django_celery_safe import current_claim, resumable
 
 from .models import Order, Product
 
@@ -31,6 +33,19 @@ def ship(order_id: int) -> None:
         Product.objects.filter(pk=order.product_id).update(stock=F("stock") - 1)
         Order.objects.filter(pk=order_id).update(shipped_at=timezone.now())
         current_claim().finish()
+
+
+@shared_task(outbox="until_done")
+def import_orders(count: int) -> None:
+    """
+    Take over the orders of another shop.
+
+    If its process is killed, the task goes on behind the last twenty orders that were saved.
+    """
+    product = Product.objects.get()
+    for number in resumable(range(count), every=20):
+        Order.objects.create(product=product, email=f"import{number}@example.com")
+        time.sleep(0.01)  # the other shop is slow
 
 
 @transaction.atomic

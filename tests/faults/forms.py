@@ -15,6 +15,7 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "outbox --transactions 60 --rounds 1 --random-kills 2",
         "stages --runs 20 --child-kills 40",
         "carried --tasks 200 --child-kills 8 --worker-kills 1 --pauses 2 --restarts 1 --flushes 1",
+        "resumable --rows 20000 --child-kills 20 --worker-kills 1 --shutdowns 1",
     ),
     # With all faults about an hour.
     "long": (
@@ -28,6 +29,8 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "stages",
         "carried --tasks 5000 --child-kills 100 --worker-kills 10 --relay-kills 4 --restarts 6",
         "carried --broker rabbitmq",
+        "resumable --rows 100000 --child-kills 1000 --worker-kills 50 --shutdowns 10",
+        "resumable --broker rabbitmq --database mariadb",
     ),
     # All faults and nothing else.
     "faults": (),
@@ -42,6 +45,7 @@ SMALL: Final[dict[str, str]] = {
         "--tasks 200 --child-kills 8 --worker-kills 0 --relay-kills 0 --pauses 4 --restarts 0 "
         "--flushes 0 --database-restarts 0"
     ),
+    "resumable": "--rows 10000 --tasks 4 --child-kills 20 --worker-kills 0 --shutdowns 0",
 }
 
 

@@ -11,6 +11,7 @@ SUMMARIES = {
     "outbox": "transactions that send while senders, relays and the broker die",
     "stages": "runs of stages, messages twice, workers killed, the broker restarted",
     "carried": "tasks until they are done, while workers, relay and broker lose them",
+    "resumable": "loops over a table while children are killed and workers shut down",
 }
 
 

@@ -14,6 +14,7 @@ from tests.faults.locks import history as locks
 from tests.faults.locks.records import NO, YES, Record
 from tests.faults.outbox import oracle as outbox
 from tests.faults.outbox.plan import Plan as OutboxPlan
+from tests.faults.resumable import oracle as resumable
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.stages import oracle as stages
 from tests.faults.stages.plan import Plan as StagesPlan
@@ -143,6 +144,15 @@ def carry(*runs: carried.Run, **changes: Any) -> Any:
     return replace(history, **changes)
 
 
+#: Resumable: three rows, each written to once.
+WALKED = resumable.History(
+    resumable.Plan(child_kills=1, worker_kills=0, shutdowns=1),
+    written=Counter({1: 3}),
+    harms=Counter(child=1, shutdown=1, inside=1),
+    obeyed=[0.5],
+)
+
+
 BAD: dict[str, dict[str, Any]] = {
     "locks": {
         "two holders": locks_of(FIRST, acquire("y", 98, 100)),
@@ -206,6 +216,13 @@ BAD: dict[str, dict[str, Any]] = {
             deaths=[carried.Death(ID, 6, 15 * S, -1)],
         ),
         "too little": carry(committed={}, runs={}, ends={}),
+    },
+    "resumable": {
+        "rows written twice": replace(WALKED, written=Counter({1: 2, 2: 1})),
+        "rows left out": replace(WALKED, written=Counter({1: 2, 0: 1})),
+        "unended tasks": replace(WALKED, left=Counter(["sent"])),
+        "slow shutdowns": replace(WALKED, obeyed=[0.5, 9.0]),
+        "too little": replace(WALKED, harms=Counter()),
     },
 }
 

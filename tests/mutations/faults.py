@@ -78,7 +78,7 @@ MUTATIONS = {
             "work begins inside a transaction, where no other process sees its claim",
         ),
         M(
-            "leases.claim:Claim._check_unfinished",
+            "leases.claim:Claim.check_unfinished",
             "if self.is_of_parent():",
             "if False:",
             "a forked child finishes its parent's work",

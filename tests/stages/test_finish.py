@@ -1,5 +1,6 @@
 """``current_claim().finish()`` in steps: its commit, and what a later run makes of it."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from django.db import transaction
 
 from django_celery_safe import InvalidResult, current_claim
 from tests.app.models import Person
+from tests.resuming.loops import EACH_ONCE, fill, loop, written
 from tests.stages.test_messages import Staged, shown
 
 
@@ -87,3 +89,20 @@ def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
     run = staged.start("a", "b")
     assert staged.deliver(staged.take_one()).state == "FAILURE"
     assert (shown(run), len(staged.take())) == ("sw", 1)
+
+
+@pytest.mark.sql
+def test_a_killed_step_goes_on_behind_its_last_chunk(staged: Staged) -> None:
+    """Its message keeps the place; a death behind it counts anew."""
+    walk = loop(fill(staged.alias), {5: sys.exit})
+    staged.bodies["a"] = lambda task: walk() == "done"
+    run = staged.start("a", "b")
+    message = staged.take_one()
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            staged.deliver(message)
+        (row,) = staged.messages("a")
+        assert (shown(run), row.deaths) == ("ww", 1)
+    assert row.progress == "6/10"
+    staged.deliver(message)
+    assert (shown(run), written(staged.alias)) == ("sw", EACH_ONCE)

@@ -6,7 +6,7 @@ from celery import shared_task
 from celery.exceptions import Ignore, Reject
 from django.db import transaction
 
-from django_celery_safe import SafeTask, idempotent, single_instance, stages
+from django_celery_safe import SafeTask, idempotent, resumable, single_instance, stages
 from tests.app.models import Person
 
 #: Effects of the tasks, emptied before each test.
@@ -62,6 +62,15 @@ def charge_once(order: int) -> str:
 def pay(order: int) -> None:
     """Be carried until it is done."""
     effects.append(order)
+
+
+@shared_task(base=SafeTask, outbox="until_done")
+def print_badges() -> None:
+    """Print the badge of each person once, two in a chunk."""
+    for person in resumable(Person.everyone.all(), every=2):
+        effects.append(person.pk)
+        person.is_badge_printed = True
+        person.save()
 
 
 @shared_task(base=SafeTask)

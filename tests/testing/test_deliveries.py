@@ -14,7 +14,13 @@ from django.test import TestCase
 from django_celery_safe import WrongTransaction, find_lock, send_on_commit
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.stages import Status
-from django_celery_safe.testing import deliver_twice, drain_outbox, hold_lock, run_stages
+from django_celery_safe.testing import (
+    deliver_killed,
+    deliver_twice,
+    drain_outbox,
+    hold_lock,
+    run_stages,
+)
 from tests.app.models import Person
 from tests.sending.published import take_published
 from tests.servers import RedisServer
@@ -31,6 +37,7 @@ from tests.testing.tasks import (
     import_feed,
     look_around,
     pay,
+    print_badges,
     reject,
     stumble,
     visit,
@@ -58,6 +65,25 @@ def keep(*signatures: Any) -> None:
     with transaction.atomic():
         for one in signatures:
             send_on_commit(one, outbox=True)
+
+
+# deliver_killed
+
+
+def test_it_goes_on_behind_the_checkpoint_before() -> None:
+    """What was committed is not done again, and what was not is."""
+    keys = [Person.everyone.create().pk for _ in range(5)]
+    effects.clear()
+    second = deliver_killed(print_badges, 2)
+    assert (second.state, second.error) == ("SUCCESS", None)
+    assert effects == [*keys[:4], *keys[2:]]
+    assert Person.everyone.filter(is_badge_printed=True).count() == 5
+
+
+def test_a_task_that_ends_before_the_checkpoint_is_an_error() -> None:
+    """It has fewer of them, or none."""
+    with pytest.raises(AssertionError, match="before its checkpoint 1"):
+        deliver_killed(pay, 1, 7)
 
 
 # deliver_twice

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from celery import shared_task
-from celery.signals import after_task_publish, task_failure
+from celery.signals import after_task_publish, task_failure, worker_shutting_down
 from django.db import transaction
 
-from django_celery_safe import SafeTask, current_claim
+from django_celery_safe import SafeTask, current_claim, resumable
 from django_celery_safe.models import OutboxMessage
 from tests.app.models import Person
 from tests.processes import wait_for
@@ -87,3 +87,21 @@ def lead(self: Any, room: str, alias: str) -> None:
 def trail(self: Any, room: str, alias: str) -> None:
     """Write once, after ``lead``."""
     write_once(self, room, alias)
+
+
+@shared_task(**CARRIED)
+def walk(self: Any, room: str, alias: str) -> None:
+    """Write to each row, three in a chunk; stay at the fifth one until the gate opens."""
+    place = enter(self, room, alias)
+    for row in resumable(Person.everyone.using(alias), every=3):
+        row.email += "x"
+        row.save(update_fields=["email"])
+        if row.pk == 5:
+            place.note("there", self)
+            wait(place)
+
+
+@worker_shutting_down.connect
+def note_shutdown(**kwargs: Any) -> None:
+    """Note in the worker's log that its tasks have been told."""
+    print("told to shut down", flush=True)

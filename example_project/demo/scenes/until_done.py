@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from demo.backstage import Promise, Show, count, soon
 from django_celery_safe.models import OutboxMessage
 from orders.models import Order, Product
-from orders.tasks import place_order
+from orders.tasks import import_orders, place_order
 
 #: Customers whose web process is killed right after the commit.
 UNSENT = ("ann", "ben", "cem")
@@ -15,6 +15,8 @@ LOST = "eve@example.com"
 FORGOTTEN = 5
 #: The order whose process is killed while it is shipped.
 KILLED = "lou@example.com"
+#: Orders of another shop, and how often the process that imports them is killed.
+IMPORTED, KILLS = 200, 3
 ORDERS = len(UNSENT) + FORGOTTEN + 1
 
 
@@ -49,13 +51,25 @@ def play(show: Show) -> Iterator[Promise]:
         pause = show.since_kill()
         show.mail.held.clear()
         show.wait("the outbox is empty", lambda: not OutboxMessage.objects.exists())
+        import_orders.delay_on_commit(IMPORTED)
+        for _ in range(KILLS):
+            before = imported()
+            show.wait("an import goes on", lambda: imported() > before)  # noqa: B023
+            show.kill_named("celery_outbox", "list", "--state", "running")
+        show.wait("the import is done", lambda: not OutboxMessage.objects.exists())
     yield count("Messages of killed senders that the outbox keeps", len(UNSENT), kept)
     yield count("Their orders that are shipped", len(UNSENT), shipped(*UNSENT))
     yield count("E-mails of their sign-up, which has no outbox", 0, show.mail.accepted[LOST])
     yield count("Orders shipped whose message the broker forgot", FORGOTTEN, shipped("customer"))
     yield soon("The order of the killed worker is shipped again", pause)
     yield count(f"Lamps taken from the stock for {ORDERS} orders", ORDERS, 100 - stock())
+    yield count(f"Orders that an import saves, killed {KILLS} times", IMPORTED, imported())
     yield count("Messages left in the outbox", 0, OutboxMessage.objects.count())
+
+
+def imported() -> int:
+    """Return how many orders of another shop were saved."""
+    return Order.objects.filter(email__startswith="import").count()
 
 
 def shipped(*names: str) -> int:

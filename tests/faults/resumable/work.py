@@ -1,0 +1,94 @@
+"""The task of the runs, and workers with one deliberate fault each."""
+
+import os
+import time
+from threading import Thread
+from typing import Any, Final
+
+from celery import shared_task
+from django.db import connection, transaction
+
+from django_celery_safe import SafeTask, current_claim, resumable
+from django_celery_safe.resuming import chunks, walks
+from django_celery_safe.resuming.cursor import Cursor
+from tests.app.models import Person
+from tests.faults.scenario import enter, find_witness
+
+#: Has the fault that a worker is to have.
+VARIABLE: Final = "SAFE_TESTS_BROKEN_RESUMING"
+#: Rows of a chunk.
+EVERY: Final = 50
+#: Every tenth row is one that is only deleted, when the place is behind it.
+PERIOD, DELETED = 10, 5
+
+
+@shared_task(base=SafeTask)
+def write(first: int, last: int) -> None:
+    """Write to each row of a part once."""
+    people, witness = Person.everyone.filter(pk__gte=first, pk__lt=last), find_witness()
+    with witness.room.inside(str(first)):
+        witness.journal.write("begun", part=first)
+        try:
+            for row in resumable(people, every=EVERY):
+                if row.pk % PERIOD == 0:
+                    people.filter(pk=row.pk - PERIOD + DELETED).delete()
+                if row.pk % PERIOD != DELETED:
+                    row.email += "x"
+                    row.save(update_fields=["email"])
+        finally:
+            witness.journal.write("left", part=first)
+
+
+def send(rows: int, tasks: int) -> None:
+    """Write the rows, and send a task for each part of them."""
+    enter()
+    Person.everyone.bulk_create((Person(pk=pk, email="") for pk in range(1, rows + 1)), 5000)
+    with transaction.atomic():
+        for number in range(tasks):
+            write.delay_on_commit(1 + rows * number // tasks, 1 + rows * (number + 1) // tasks)
+
+
+def break_worker(fault: str) -> None:
+    """Let this process have a fault."""
+    if fault == "cursor-first":
+        walks.Rows.read = read_after_cursor  # type: ignore[method-assign]
+    if fault == "cursor-last":
+        chunks.Chunk.commit = commit_before_cursor  # type: ignore[method-assign]
+    if fault == "offset":
+        walks.Rows.read = read_by_offset  # type: ignore[method-assign]
+
+
+read: Final = walks.Rows.read
+
+
+def read_after_cursor(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
+    """Commit the cursor behind a chunk before its writes."""
+    part, claim = read(rows, at, alias, most), current_claim()
+
+    def move() -> None:
+        claim.move(Cursor(rows.of, part[1], 0, 0).encode())
+        connection.close()
+
+    mover = Thread(target=move)
+    mover.start()
+    mover.join()
+    return part
+
+
+def commit_before_cursor(chunk: Any, cursor: Cursor) -> None:
+    """Commit the cursor behind a chunk in a transaction of its own."""
+    while chunk._blocks:
+        chunk._blocks.pop().__exit__(None, None, None)
+    chunk._claim.abandon_chunk = None
+    time.sleep(0.02)
+    current_claim().move(cursor.encode())
+
+
+def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
+    """Count rows instead of going by their key."""
+    begin = at or 0
+    found = list(rows._rows.using(alias).order_by("pk")[begin : begin + most])
+    return found, begin + len(found), len(found) < most
+
+
+break_worker(os.environ.get(VARIABLE, ""))

@@ -1,0 +1,18 @@
+"""Fixtures: a carried task, and a worker that shuts down."""
+
+from collections.abc import Callable
+
+import pytest
+from celery import signals
+
+from django_celery_safe.resuming import handing_over
+from tests.sending.conftest import alias as alias
+from tests.sending.conftest import carried as carried
+from tests.sending.conftest import mailbox as mailbox
+
+
+@pytest.fixture
+def shut_down(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """Say, as Celery does, that the worker of this process shuts down."""
+    monkeypatch.setattr(handing_over, "_shared", bytearray(1))
+    return lambda: signals.worker_shutting_down.send("me", sig="TERM", how="Warm", exitcode=0)
