@@ -28,8 +28,8 @@ LIMITS: Final = {
     "relay of one": 19,
     "do_once": 5,
     "idempotent run": 34,
-    "start": 46,
-    "step and next stage": 96,
+    "start": 47,
+    "step and next stage": 97,
     "last step": 63,
 }
 WIDTH: Final = max(map(len, LIMITS))
