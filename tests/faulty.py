@@ -102,7 +102,10 @@ class RevivingStore(RedisStore):
         """Write the key anew if there is none."""
         extended = super().extend(renewals, within)
         return [
-            ours or isinstance(self.acquire(one.name, one.token, one.seconds, Holder()), Acquired)
+            ours
+            or isinstance(
+                self.take(LockRequest(one.name, one.token, one.seconds, Holder())), Acquired
+            )
             for ours, one in zip(extended, renewals, strict=True)
         ]
 

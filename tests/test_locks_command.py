@@ -15,7 +15,7 @@ from pytest_django import Settings
 from django_celery_safe import HeldLock, cache_lock, find_lock, iter_locks
 from django_celery_safe.leases.holder import Holder, describe_arguments
 from django_celery_safe.locks.stores import local, locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests import commands
 from tests.conftest import MakeRedisCache
 from tests.processes import dead_port
@@ -64,7 +64,7 @@ def take(
     """Hold a lock so that ``left`` seconds are left of a lease, as somebody else's."""
     if by is None:
         by = Holder("web1", 4711, time.time() - age)._replace(**holder)
-    outcome = locate().store().acquire(name, uuid.uuid4().hex, left, by)
+    outcome = locate().store().take(LockRequest(name, uuid.uuid4().hex, left, by))
     assert isinstance(outcome, Acquired)
     lock = find_lock(name)
     assert lock is not None
@@ -131,12 +131,12 @@ def test_places() -> None:
     """Each holder of a lock of several has a line and a name of its own."""
     holder, there = Holder("web1", 4711, time.time()), locate().store()
     for _ in range(2):
-        there.acquire("api", uuid.uuid4().hex, 600, holder, limit=4)
+        there.take(LockRequest("api", uuid.uuid4().hex, 600, holder, limit=4))
     rows = {row["name"]: (row["place"], row["limit"]) for row in listed()}
     assert rows == {"api": (1, 4), "api:place:2": (2, 4)}
     assert "    web1 pid 4711, place 2 of 4\n" in run("list")
     assert run("release", "api", "--no-input") == "Released api.\n"
-    there.acquire("geo:place:17", uuid.uuid4().hex, 600, holder)
+    there.take(LockRequest("geo:place:17", uuid.uuid4().hex, 600, holder))
     assert (listed()[-1]["place"], names()) == (1, ["api:place:2", "geo:place:17"])
 
 

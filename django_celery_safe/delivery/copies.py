@@ -27,7 +27,7 @@ from ..leases.clock import clock
 from ..leases.holder import Holder
 from ..leases.lease import Lease
 from ..locks import HeldLock
-from ..locks.stores.base import Store
+from ..locks.stores.base import LockRequest, Store
 from ..texts import get_logger
 from .header import get_header, with_header
 
@@ -221,7 +221,7 @@ def mark_end(task: Any, request: Context, store: Store, seconds: float) -> bool:
     holder = Holder(since=time.time(), task=task.name, task_id=request.id)
     lasts = store.nearest_lease(MARK_LASTS)
     try:
-        store.acquire(_end_marker(task, request), os.urandom(16).hex(), lasts, holder)
+        store.take(LockRequest(_end_marker(task, request), os.urandom(16).hex(), lasts, holder))
     except LockBackendError as error:
         logger.warning("The end of %s[%s] could not be marked: %s", task.name, request.id, error)
         return False

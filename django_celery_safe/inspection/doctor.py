@@ -23,7 +23,7 @@ from .. import conf
 from ..exceptions import LockBackendError
 from ..leases.holder import Holder
 from ..locks.stores import locate
-from ..locks.stores.base import Acquired, Store
+from ..locks.stores.base import Acquired, LockRequest, Store
 from .lock_store import check_place, check_server, explain, try_lock
 
 #: By how much the clocks may differ, s.
@@ -129,7 +129,9 @@ def _compete(name: str, lease: float) -> list[Holding]:
         time.sleep(random.uniform(0, HOLD))  # noqa: S311 - so that both try at the same moment
         asked_at, token = time.monotonic(), uuid.uuid4().hex
         with suppress(LockBackendError):  # it must not hide that both held the lock before
-            if not isinstance(store.acquire(name, token, lease, Holder(lease=lease)), Acquired):
+            if not isinstance(
+                store.take(LockRequest(name, token, lease, Holder(lease=lease))), Acquired
+            ):
                 continue
             since, until = time.monotonic(), asked_at + lease - store.early
             time.sleep(HOLD)

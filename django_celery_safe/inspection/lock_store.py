@@ -22,7 +22,7 @@ from ..exceptions import CelerySafeError, LockBackendError
 from ..foreign_errors import describe_error
 from ..leases.holder import describe_holder
 from ..locks.stores import USE_INSTEAD, emptied_with_locks, locate
-from ..locks.stores.base import Store
+from ..locks.stores.base import LockRequest, Store
 from ..texts import printable
 
 #: Stands before the id of a message, and is the tag of the checks.
@@ -121,7 +121,7 @@ def _find_clearing(store: Store) -> Iterator[CheckMessage]:
 def try_lock(store: Store) -> list[CheckMessage]:
     """Acquire a lock and release it; raise the store's error if that fails."""
     token, holder = uuid.uuid4().hex, describe_holder(None, None, renewed=False)
-    store.acquire(f"check:{token}", token, store.nearest_lease(TRIED_LEASE), holder)
+    store.take(LockRequest(f"check:{token}", token, store.nearest_lease(TRIED_LEASE), holder))
     store.release(f"check:{token}", token)
     return []
 

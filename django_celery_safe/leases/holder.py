@@ -355,20 +355,21 @@ def _described(
 HOST: Final = socket.gethostname()
 
 
-def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:
-    """Return a holder that describes this process and its task (None: no task)."""
-    if task is None:
-        return Holder(HOST, os.getpid(), time.time(), renewed)
-    return Holder(HOST, os.getpid(), time.time(), renewed, task.name, request.id)
+def describe_holder(task: Any, request: Any, renewed: bool, lease: float | None = None) -> Holder:
+    """
+    Return a holder that describes this process and its task (None: no task).
 
-
-def describe_lock_holder(task: Any, request: Any, renewed: bool, lease: float) -> Holder:
-    """Return what :func:`describe_holder` does, plus the task's arguments and the lease length."""
+    Args:
+        lease: Length of the lease, s, of a lock, whose holder has the task's arguments too; None:
+            it is none.
+    """
     pid, since = os.getpid(), time.time()
     if task is None:
         return Holder(HOST, pid, since, renewed, lease=lease)
-    # Only messages have these attributes.
-    shown = describe_arguments(
-        getattr(request, "argsrepr", None), getattr(request, "kwargsrepr", None)
-    )
+    shown = None
+    if lease is not None:
+        # Only messages have these attributes.
+        shown = describe_arguments(
+            getattr(request, "argsrepr", None), getattr(request, "kwargsrepr", None)
+        )
     return Holder(HOST, pid, since, renewed, task.name, request.id, shown, lease)

@@ -13,7 +13,7 @@ from celery._state import get_current_task
 
 from ..exceptions import CelerySafeError, LockBackendError
 from ..leases.clock import clock
-from ..leases.holder import HeldLock, describe_lock_holder, place_name, place_names
+from ..leases.holder import HeldLock, describe_holder, place_name, place_names
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
 from .stores.base import Acquired, LockRequest, Store
@@ -56,7 +56,7 @@ def try_acquire(
             that the request carries along, if the store does that.
         limit: How many may hold the lock at once.
         seconds: Length of the lease.
-        patience: See ``Store.acquire``.
+        patience: See ``LockRequest``.
         on_lost: See :class:`Lease`.
 
     Returns:
@@ -67,7 +67,7 @@ def try_acquire(
     """
     token, renew = os.urandom(16).hex(), store.renews()
     task, request = lock.run or _find_run()
-    holder = describe_lock_holder(task, request, renew, seconds)
+    holder = describe_holder(task, request, renew, seconds)
     along = lock.along if store.carries and limit == 1 else None
     if store.greets:
         store.connect()

@@ -23,6 +23,7 @@ from redis.lock import Lock
 from django_celery_safe import cache_lock
 from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder, encode_holder
 from django_celery_safe.locks.stores import Location
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.redis_scripts import ACQUIRE, RELEASE
 from tests.benchmarks.report import Figure, interleaved, ratio
 from tests.benchmarks.tools import BACKENDS, caches_on, keep_locks_in
@@ -141,7 +142,7 @@ def ours_of_several() -> Candidate:
     for number in range(1, PLACES):
         # The same tokens each time: to ask again takes no other place.
         token = f"{number:0{TOKEN_LENGTH}}"
-        store.acquire("limited", token, 3600.0, Holder("benchmark"), limit=PLACES)
+        store.take(LockRequest("limited", token, 3600.0, Holder("benchmark"), limit=PLACES))
     return ours_on("django-redis", "limited", limit=PLACES)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from django_celery_safe import HeldLock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def held_by(
     """Let the run ``task_id`` in another process hold the lock during the block."""
     store, token = locate().store(), uuid.uuid4().hex
     holder = Holder(host, pid, time.time(), True, "tests.other", task_id)
-    assert isinstance(store.acquire(name, token, seconds, holder), Acquired)
+    assert isinstance(store.take(LockRequest(name, token, seconds, holder)), Acquired)
     lock = store.peek(name)
     assert lock is not None
     yield lock

@@ -32,6 +32,7 @@ from django_celery_safe.concurrency import guard
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
 from django_celery_safe.leases.clock import boottime, clock
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
@@ -368,14 +369,14 @@ def test_the_end_of_a_long_run_can_not_be_marked(
     mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails then does not turn the work that is done into a failure."""
-    acquire = LocalStore.acquire
+    take = LocalStore.take
 
-    def refuse(store: LocalStore, name: str, *args: Any) -> Any:
-        if ":ended:" in name:
+    def refuse(store: LocalStore, request: LockRequest) -> Any:
+        if ":ended:" in request.name:
             raise LockBackendError("nowhere", "acquire", "it is gone")
-        return acquire(store, name, *args)
+        return take(store, request)
 
-    monkeypatch.setattr(LocalStore, "acquire", refuse)
+    monkeypatch.setattr(LocalStore, "take", refuse)
     copy, runs = run_and_deliver_again(mailbox)
     assert mailbox.deliver(copy).state == "SUCCESS"
     assert runs == [copy.id, copy.id]

@@ -34,7 +34,7 @@ from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.holder import Holder, place_name, place_names
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Store
+from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.memcached import MemcachedStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
@@ -90,7 +90,7 @@ def hold_other_places(name: str) -> None:
     for other in place_names(name, limit()):
         if other != place(name):
             token = hashlib.md5(other.encode(), usedforsecurity=False).hexdigest()
-            outcome = store().acquire(other, token, 3600, Holder(OTHERS, 1))
+            outcome = store().take(LockRequest(other, token, 3600, Holder(OTHERS, 1)))
             assert isinstance(outcome, Acquired), outcome
 
 
@@ -363,8 +363,8 @@ def acquiring_again_with_the_same_token_is_no_conflict(folder: Path) -> None:
 
     token = "0123456789abcdef" * 2
     hold_other_places("repeated")
-    first = store().acquire("repeated", token, 10, Holder("here", 1), limit=limit())
-    again = store().acquire("repeated", token, 10, Holder("here", 1), limit=limit())
+    first = store().take(LockRequest("repeated", token, 10, Holder("here", 1), limit=limit()))
+    again = store().take(LockRequest("repeated", token, 10, Holder("here", 1), limit=limit()))
     assert isinstance(first, Acquired)
     assert again == first
     assert store().release(place("repeated"), token) is True
@@ -376,7 +376,7 @@ def many_are_extended_together(folder: Path) -> None:
     ours, theirs = "a" * 32, "b" * 32
     for name, token in (("one", ours), ("two", theirs)):
         hold_other_places(name)
-        store().acquire(name, token, LEASE, Holder("here", 1), limit=limit())
+        store().take(LockRequest(name, token, LEASE, Holder("here", 1), limit=limit()))
     renewals = [Renewal(place(name), ours, 50) for name in ("one", "two", "three")]
     assert store().extend(renewals) == [True, False, False]
     assert store().peek(place("three")) is None
@@ -390,7 +390,7 @@ def each_lease_has_its_own_length(folder: Path) -> None:
     tokens = {f"length:{number}": number * 32 for number in "123"}
     for name, token in tokens.items():
         hold_other_places(name)
-        store().acquire(name, token, 10, Holder("here", 1), limit=limit())
+        store().take(LockRequest(name, token, 10, Holder("here", 1), limit=limit()))
     for lengths in ([50, 50, 50], [30, 50, 50], [50, 50, 30], [30, 40, 50]):
         asked = dict(zip(tokens, lengths, strict=True))
         renewals = [Renewal(place(name), tokens[name], asked[name]) for name in tokens]

@@ -22,7 +22,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.contract.cases import race_for_places
 from tests.contract.conftest import params
 from tests.processes import Gauge, run_in_processes, wait_for
@@ -52,7 +52,7 @@ def take(
     """Try to take a place for a task of this id; return what the store says."""
     holder = Holder("here", 1, task="a.b" if task_id else None, task_id=task_id)
     token = uuid.uuid4().hex
-    return locate().store().acquire(name, token, lease, holder, patience, limit)
+    return locate().store().take(LockRequest(name, token, lease, holder, patience, limit))
 
 
 def test_as_many_as_the_limit_hold_it(store: str) -> None:

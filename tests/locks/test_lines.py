@@ -17,7 +17,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
@@ -182,7 +182,9 @@ def test_a_lock_that_was_handed_on_leaves_the_list(
     store = locate().store()
     with cache_lock("handed on"):
         # A waiter leaves its mark, and gives up.
-        assert isinstance(store.acquire("handed on", "w" * 32, 60, Holder(), 0.0), HeldLock)
+        assert isinstance(
+            store.take(LockRequest("handed on", "w" * 32, 60, Holder(), 0.0)), HeldLock
+        )
     assert list(iter_locks()) == []
     with redis_server.client() as admin:
         assert admin.zcard(store._keys[""].listing) == 0  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from django_celery_safe import (
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, require
 from tests.locks.lines import connections_to
@@ -172,7 +172,7 @@ def test_a_silent_server_is_an_error(
 def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -> None:
     """A renewal gives up after its own time or the client's, whichever is less; others wait on."""
     patient = locate().store()
-    assert isinstance(patient.acquire("kept", "a" * 32, 60, Holder("here", 1)), Acquired)
+    assert isinstance(patient.take(LockRequest("kept", "a" * 32, 60, Holder("here", 1))), Acquired)
     use(settings, fragile, timeout=0.1, connect_timeout=0.1)
     impatient = locate().store()
     renewal = [Renewal("kept", "a" * 32, 60)]
@@ -225,7 +225,9 @@ def test_an_item_outlives_its_lease_by_a_tick(seconds: float, memcached: Memcach
     """
     store, token = locate().store(), "a" * 32
     began_at = memcached.count("time")
-    assert isinstance(store.acquire("ticking", token, seconds, Holder("here", 1)), Acquired)
+    assert isinstance(
+        store.take(LockRequest("ticking", token, seconds, Holder("here", 1))), Acquired
+    )
     assert end_of(memcached, "ticking") >= began_at + seconds + 1
     for within in (None, 5.0):
         # From a lease that would end much later, or else an extension could do nothing.
@@ -263,7 +265,7 @@ def test_a_release_wins_against_a_renewal(
 ) -> None:
     """A release frees the lock for good, though a renewal comes between its two requests."""
     store, token = locate().store(), "a" * 32
-    assert isinstance(store.acquire("raced", token, 60, Holder("here", 1)), Acquired)
+    assert isinstance(store.take(LockRequest("raced", token, 60, Holder("here", 1))), Acquired)
     cas, renewed = Client.cas, list[bool]()
 
     def renew_before(client: Client, *args: Any, **options: Any) -> Any:
@@ -320,7 +322,9 @@ def use_own_locks(number: int, times: int = 100) -> str:
     store = locate().store()
     name, token = f"own:{number}", f"{number:032}"
     for _ in range(times):
-        assert isinstance(store.acquire(name, token, 60, Holder("here", number)), Acquired)
+        assert isinstance(
+            store.take(LockRequest(name, token, 60, Holder("here", number))), Acquired
+        )
         found = store.peek(name)
         assert found is not None
         assert (found.token, found.holder.pid) == (token, number)

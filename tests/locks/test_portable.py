@@ -18,7 +18,7 @@ from django_celery_safe.exceptions import (
 )
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.locks.renewals import get_lock, stop_renewing
 
@@ -153,7 +153,7 @@ def test_a_lock_in_the_end_of_its_lease_is_left_to_end(diskcache: None, clock: H
     """In the last 3 s of a lease a release deletes nothing: it might be someone else's by then."""
     store, token = locate().store(), "a" * 32
     for remaining, deleted in ((3.1, True), (None, True), (2.9, False), (0.0, False)):
-        assert isinstance(store.acquire("x", token, 60, Holder("here", 1)), Acquired)
+        assert isinstance(store.take(LockRequest("x", token, 60, Holder("here", 1))), Acquired)
         assert store.release("x", token, remaining) is True
         assert (store.peek("x") is None) is deleted
     with cache_lock("short", timeout=60) as lock:

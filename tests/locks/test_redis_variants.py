@@ -13,7 +13,7 @@ from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.conftest import MakeRedisCache, RedisCacheKind
 from tests.processes import wait_for
@@ -227,7 +227,7 @@ def abandon(names: list[str], seconds: float) -> None:
     """Take locks that nobody will renew nor release."""
     store = locate().store()
     for number, name in enumerate(names):
-        outcome = store.acquire(name, f"{number:032}", seconds, Holder("here", 1))
+        outcome = store.take(LockRequest(name, f"{number:032}", seconds, Holder("here", 1)))
         assert isinstance(outcome, Acquired)
 
 
@@ -244,7 +244,7 @@ def take_others(number: int) -> bool:
     """Take and free a lock, over and over."""
     store = locate().store()
     for _ in range(number):
-        assert isinstance(store.acquire("other", "t" * 32, 30, Holder()), Acquired)
+        assert isinstance(store.take(LockRequest("other", "t" * 32, 30, Holder())), Acquired)
         assert store.release("other", "t" * 32)
     return True
 

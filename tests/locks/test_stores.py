@@ -303,12 +303,12 @@ def test_a_message_that_is_delivered_twice_at_once_takes_one_place(
     """The second of two deliveries, which saw both places free, gives its own back."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     store, holder = locate().store(), Holder(task="t", task_id="twice")
-    assert isinstance(store.acquire("x", "1" * 32, 30, holder, limit=2), Acquired)
+    assert isinstance(store.take(LockRequest("x", "1" * 32, 30, holder, limit=2)), Acquired)
     look, looks = DatabaseStore._held, iter([[HeldLock("other"), None]])
     monkeypatch.setattr(
         DatabaseStore, "_held", lambda own, names: next(looks, None) or look(own, names)
     )
-    met = store.acquire("x", "2" * 32, 30, holder, limit=2)
+    met = store.take(LockRequest("x", "2" * 32, 30, holder, limit=2))
     assert isinstance(met, HeldLock)
     assert met.token == "1" * 32
     assert [lock.token for lock in iter_locks()] == ["1" * 32]

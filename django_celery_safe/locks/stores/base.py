@@ -42,9 +42,14 @@ class Acquired(NamedTuple):
 
 class LockRequest(NamedTuple):
     """
-    The arguments of :meth:`Store.acquire`.
+    A try to acquire a lock, for :meth:`Store.take`.
 
     Attributes:
+        patience: None: this is the only try. Otherwise the caller is a waiter that a release may
+            wake: the seconds to wait for a release before the try; 0: try now. Pass only the
+            result of :meth:`Store.wait`, or 0.
+        limit: How many places the lock has; more than 1 only if the store ``limits``. A task id
+            that holds a place gets no second one: its message was delivered twice.
         along: Another lock: if this one is acquired, it gets the same lease, of its ``seconds``
             at most; 0: it is freed. Only without ``limit``, if the store :attr:`~Store.carries`.
     """
@@ -130,37 +135,18 @@ class Store(LeaseStore):
     def connect(self) -> None:
         """Have an open connection for the next request, if the store :attr:`greets`."""
 
-    def acquire(
-        self,
-        name: str,
-        token: str,
-        seconds: float,
-        holder: Holder,
-        patience: float | None = None,
-        limit: int = 1,
-    ) -> Acquired | HeldLock:
+    @abstractmethod
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """
         Acquire the lock, or one of its places, if it is free.
 
         A second request with a token that holds the lock already returns Acquired,
         because a client may repeat a request whose answer was lost.
 
-        Args:
-            patience: None: this is the only try. Otherwise the caller is a waiter that a
-                release may wake: the seconds to wait for a release before the try; 0: try
-                now. Pass only the result of :meth:`wait`, or 0.
-            limit: How many places the lock has; more than 1 only if the store :attr:`limits`. A
-                task id that holds a place gets no second one: its message was delivered twice.
-
         Returns:
             Acquired, or the lock with its holder. If there are several holders: the place held
             by the same task id, or else the place whose lease ends first.
         """
-        return self.take(LockRequest(name, token, seconds, holder, patience, limit))
-
-    @abstractmethod
-    def take(self, request: LockRequest) -> Acquired | HeldLock:
-        """Acquire the lock as :meth:`acquire` describes."""
 
     @abstractmethod
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
@@ -182,7 +168,7 @@ class Store(LeaseStore):
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         """
-        Pause before the next try, or return how long the next :meth:`acquire` should wait.
+        Pause before the next try, or return how long the next :meth:`take` should wait.
 
         Args:
             left: Longest time to wait, seconds; inf: for ever.
@@ -192,7 +178,7 @@ class Store(LeaseStore):
             seconds: Length of the lease that the waiter requests.
 
         Returns:
-            The ``patience`` for :meth:`acquire`, in stores where :meth:`acquire` waits;
+            The ``patience`` for :meth:`take`, in stores where that waits;
             otherwise 0.
         """
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
