@@ -8,7 +8,6 @@ pool does not fork, the task is not told, and ends as it would without this.
 
 from __future__ import annotations
 
-import mmap
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..texts import get_logger
 logger = get_logger(__name__)
 
 #: Not 0 once the worker shuts down. A worker has one that its children share.
-_shared: mmap.mmap | bytearray = bytearray(1)
+_shared: Any = bytearray(1)
 
 
 class HandedOver(WillBeRedelivered):
@@ -35,6 +34,8 @@ def connect() -> None:
 
 
 def _on_init(sender: Any, **kwargs: Any) -> None:
+    import mmap  # a process that is no worker needs none
+
     global _shared
     _shared = mmap.mmap(-1, 1)
     # A soft shutdown, and one by remote control, send no signal before they wait for tasks.
