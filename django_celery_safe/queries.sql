@@ -85,7 +85,7 @@ RETURNING deaths, last_death, result, starts
 
 -- move_message --
 UPDATE django_celery_safe_outboxmessage
-SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0
+SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0, due_at = AFTER(:lease)
 WHERE attempt = :attempt AND token = :token
 
 -- end_message --
@@ -105,7 +105,8 @@ ON CONFLICT DO NOTHING
 
 -- move_record --
 UPDATE django_celery_safe_idempotencyrecord
-SET "cursor" = :cursor WHERE "key" = :key AND token = :token AND state = 'running'
+SET "cursor" = :cursor, ends_at = AFTER(:lease)
+WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- finish_record --
 UPDATE django_celery_safe_idempotencyrecord

@@ -86,9 +86,9 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
 def record(alias: str, cursor: Cursor) -> Claim | None:
     """Record a cursor of the running work; return the claim that is no longer ours, or None."""
     text = cursor.encode()
-    for claim in own_claims():  # the message's as well as the key's
-        if claim.table.alias == alias and not claim.table.move(claim.name, claim.token, text):
-            return claim
+    for one in own_claims():  # the message's as well as the key's
+        if one.table.alias == alias and not one.table.move(one.name, one.token, text, one.seconds):
+            return one
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from celery import signals
 
 from ..delivery.copies import WillBeRedelivered
-from ..leases.claim import Claim, own_claims
+from ..leases.claim import own_claims
 from ..texts import get_logger
 
 logger = get_logger(__name__)
@@ -31,6 +31,7 @@ def connect() -> None:
     """Hear of the begin and the end of this process's worker."""
     signals.worker_init.connect(_on_init, dispatch_uid=__name__)
     signals.worker_shutting_down.connect(_on_shutting_down, dispatch_uid=__name__)
+    signals.worker_shutdown.connect(_on_shutting_down, dispatch_uid=__name__)
 
 
 def _on_init(sender: Any, **kwargs: Any) -> None:
@@ -48,22 +49,20 @@ def _tell_and(wait: Any, *args: Any, **kwargs: Any) -> Any:
     return wait(*args, **kwargs)
 
 
-def _on_shutting_down(**kwargs: Any) -> None:
-    _shared[0] = 1
+def _on_shutting_down(signal: Any = None, **kwargs: Any) -> None:
+    # When it is over, this process goes on without a worker, as one of a test does.
+    _shared[0] = signal is not signals.worker_shutdown
 
 
-def hand_over_if_told(claim: Claim) -> None:
+def hand_over_if_told() -> None:
     """
     End the run at a checkpoint if its worker shuts down and a row runs it again.
 
     Raises:
         HandedOver: The run ends; if the task catches this, the run still does not count as done.
     """
-    carried = [one for one in own_claims() if one.is_carried]
-    if not _shared[0] or not carried:
-        return
-    error = HandedOver("Its worker shuts down, and another one goes on")
-    for one in carried:
-        one.handed_over = error
-    logger.info("%s is handed over: its worker shuts down.", claim.key)
-    raise error
+    for one in own_claims():
+        if _shared[0] and one.is_carried:
+            one.handed_over = HandedOver("Its worker shuts down, and another one goes on")
+            logger.info("%s is handed over: its worker shuts down.", one.key)
+            raise one.handed_over
