@@ -21,9 +21,11 @@ RETURNING id, task_id
 
 -- rewrite_message --
 UPDATE django_celery_safe_outboxmessage
-SET task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
+SET "cursor" = COALESCE(:result, CASE WHEN "cursor" = '' OR body = _binary :body THEN "cursor"
+        ELSE '[null]' END),
+    task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
     due_at = AFTER(:held), token = :sender, state = 'pending', attempts = 0,
-    result = COALESCE(:result, result), "cursor" = COALESCE(:result, "cursor")
+    result = COALESCE(:result, result)
 WHERE attempt = :name AND token = :token
 RETURNING id
 -- changed: attempt = :attempt AND token = :sender
