@@ -22,9 +22,11 @@ RETURNING id, task_id
 
 -- rewrite_message --
 UPDATE django_celery_safe_outboxmessage
-SET task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
+SET "cursor" = COALESCE(:result, CASE WHEN "cursor" = '' OR body = _binary :body THEN "cursor"
+        ELSE '[null]' END),
+    task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
     due_at = AFTER(:held), token = :sender, state = 'pending', attempts = 0,
-    result = COALESCE(:result, result), "cursor" = COALESCE(:result, "cursor")
+    result = COALESCE(:result, result)
 WHERE attempt = :name AND token = :token
 RETURNING id
 -- changed: attempt = :attempt AND token = :sender
@@ -86,7 +88,7 @@ RETURNING deaths, last_death, result, starts
 
 -- move_message --
 UPDATE django_celery_safe_outboxmessage
-SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0
+SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0, due_at = AFTER(:lease)
 WHERE attempt = :attempt AND token = :token
 
 -- end_message --
@@ -111,7 +113,8 @@ ON CONFLICT DO NOTHING
 
 -- move_record --
 UPDATE django_celery_safe_idempotencyrecord
-SET "cursor" = :cursor WHERE "key" = :key AND token = :token AND state = 'running'
+SET "cursor" = :cursor, ends_at = AFTER(:lease)
+WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- finish_record --
 UPDATE django_celery_safe_idempotencyrecord

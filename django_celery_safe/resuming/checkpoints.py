@@ -49,7 +49,7 @@ def checkpoint(cursor: Any) -> None:
     alias, place = claim.table.alias, Cursor(OF, cursor)
     if in_atomic(alias):
         try:
-            hand_over_if_told(claim)
+            hand_over_if_told()
         except HandedOver:
             transaction.set_rollback(True, using=alias)  # even if the block does not see the error
             raise
@@ -58,7 +58,7 @@ def checkpoint(cursor: Any) -> None:
         lost = claim.ask(lambda: record(alias, place))
     if lost is not None:
         lost.raise_lost()
-    hand_over_if_told(claim)
+    hand_over_if_told()
 
 
 def resumed_at() -> Any:

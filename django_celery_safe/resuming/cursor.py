@@ -17,13 +17,14 @@ class Cursor(NamedTuple):
     How far some work got.
 
     Attributes:
-        of: What the work walks, such as ``shop.price by id``.
+        of: What the work walks, such as ``shop.price by id``; None: it had other arguments, before
+            a retry.
         at: Where it is: the last key, the next index, or what ``checkpoint()`` was given.
         done, total: How many items were done, and how many there were at the start; None: not
             known.
     """
 
-    of: str
+    of: str | None
     at: Any = None
     done: int | None = None
     total: int | None = None
@@ -86,9 +87,9 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
 def record(alias: str, cursor: Cursor) -> Claim | None:
     """Record a cursor of the running work; return the claim that is no longer ours, or None."""
     text = cursor.encode()
-    for claim in own_claims():  # the message's as well as the key's
-        if claim.table.alias == alias and not claim.table.move(claim.name, claim.token, text):
-            return claim
+    for one in own_claims():  # the message's as well as the key's
+        if one.table.alias == alias and not one.table.move(one.name, one.token, text, one.seconds):
+            return one
     return None
 
 
@@ -96,6 +97,6 @@ def unfit(claim: Claim, cursor: Cursor, why: str) -> ConfigurationError:
     """Return the error for a cursor that does not fit the code."""
     return ConfigurationError(
         f"The cursor of {claim.key!r} does not fit the code: it is at {cursor.at!r:.200} of "
-        f"{cursor.of}, and {why}. Nothing was done. Undo the change, or discard the message and "
-        f"send the task again, which then starts with the first item."
+        f"{cursor.of or 'other arguments'}, and {why}. Nothing was done. Undo the change, or "
+        f"discard the message and send the task again, which begins anew."
     )

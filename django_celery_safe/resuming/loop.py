@@ -48,7 +48,7 @@ class Resumable(Generic[T]):
                 del items  # memory for one chunk, not two
                 chunk.commit(cursor)
                 if not is_last:
-                    hand_over_if_told(claim)
+                    hand_over_if_told()
         finally:
             chunk.abandon()
 

@@ -32,8 +32,7 @@ class Rows:
 
     def __init__(self, rows: Any, key: str) -> None:
         meta = rows.model._meta
-        self._key: Any = meta.pk if key == "pk" else meta.get_field(key)
-        field = self._key
+        self._key = field = meta.pk if key == "pk" else meta.get_field(key)
         if not (getattr(field, "unique", False) and field.concrete) or field.null:
             raise ConfigurationError(
                 f"key={key!r} of {meta.label} can't name a place in a queryset: the key has to be "

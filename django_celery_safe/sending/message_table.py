@@ -73,9 +73,9 @@ class MessageTable(LeaseTable):
         rows = queries.fetch(self.alias, "claim_message", **values)
         return Claimed(*rows[0]) if rows else None
 
-    def move(self, name: str, token: str, cursor: str) -> bool:
-        """Record how far a task got, which lived on; return whether the claim held the row."""
-        values = {"attempt": name, "token": token, "cursor": cursor}
+    def move(self, name: str, token: str, cursor: str, lease: float) -> bool:
+        """Record how far a task got, which lives on; return whether the claim held the row."""
+        values = {"attempt": name, "token": token, "cursor": cursor, "lease": lease}
         return bool(queries.execute(self.alias, "move_message", **values))
 
     def end(self, name: str, token: str, returned: str = "") -> bool:

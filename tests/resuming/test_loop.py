@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from celery import chain
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
@@ -18,6 +19,7 @@ from django_celery_safe import (
     current_claim,
     resumable,
     resumed_at,
+    send_on_commit,
 )
 from tests.app.models import Account, Customer, Person, Ticket, Voucher
 from tests.resuming.loops import EACH_ONCE, die_after, fill, loop, run, write, written
@@ -256,6 +258,22 @@ def test_a_failed_task_goes_on_when_it_is_retried(carried: Carried) -> None:
     assert run(carried, lambda task: retry() and task.retry()).state == "RETRY"
     assert run(carried, loop(people), carried.mailbox.take_one()).state == "SUCCESS"
     assert written(carried.alias) == EACH_ONCE
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_retry_with_other_arguments_is_other_work(carried: Carried, is_same: bool) -> None:
+    """Its place in one feed is none in another; the rest of a chain does not count."""
+    walk, args = loop(fill(carried.alias)), [1, {"b": [2.5, None], "a": "é"}]
+    other = carried.make_task("tests.other").si().set(using=carried.alias)
+    parts = chain(carried.task.s(*args).set(using=carried.alias, link=other), other, other)
+    send_on_commit(parts, using=carried.alias)
+    again = {} if is_same else {"args": [2]}
+    body = lambda task, *args: walk() and task.retry(countdown=0, **again)  # noqa: E731
+    assert run(carried, body, carried.mailbox.take_one()).state == "RETRY"
+    state, value = run(carried, lambda task, *args: walk(), carried.mailbox.take_one())
+    assert state == ("SUCCESS" if is_same else "FAILURE")
+    assert ("other arguments" in str(value)) is not is_same
 
 
 def test_a_replacement_begins_anew(carried: Carried) -> None:

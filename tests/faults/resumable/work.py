@@ -66,7 +66,8 @@ def read_after_cursor(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
     part, claim = read(rows, at, alias, most), current_claim()
 
     def move() -> None:
-        claim.move(Cursor(rows.of, part[1], 0, 0).encode())
+        text = Cursor(rows.of, part[1], 0, 0).encode()
+        claim.table.move(claim.name, claim.token, text, claim.seconds)
         connection.close()
 
     mover = Thread(target=move)
@@ -81,7 +82,8 @@ def commit_before_cursor(chunk: Any, cursor: Cursor) -> None:
         chunk._blocks.pop().__exit__(None, None, None)
     chunk._claim.abandon_chunk = None
     time.sleep(0.02)
-    current_claim().move(cursor.encode())
+    claim = current_claim()
+    claim.table.move(claim.name, claim.token, cursor.encode(), claim.seconds)
 
 
 def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
