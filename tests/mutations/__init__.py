@@ -21,6 +21,7 @@ TESTS = {
     "concurrency": "tests/concurrency tests/sending/test_unique.py tests/worker",
     "sending": "tests/sending tests/worker tests/tasks_backend",
     "idempotency": "tests/idempotency",
+    "resuming": "tests/resuming",
     "stages": "tests/stages",
     "models": "tests/sending tests/stages tests/idempotency",
     "outer": "tests/test_checks.py tests/test_locks_command.py "

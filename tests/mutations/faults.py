@@ -688,6 +688,44 @@ MUTATIONS = {
             "aborting a run changes steps that have succeeded",
         ),
     ],
+    "resuming": [
+        M(
+            "resuming.walks:Rows.read",
+            "__gt",
+            "__gte",
+            "the last row of a chunk is walked again",
+        ),
+        M(
+            "resuming.chunks:Chunk.commit",
+            "lost.raise_lost()",
+            "pass",
+            "a loop whose work another process does goes on",
+        ),
+        M(
+            "resuming.chunks:Chunk.open",
+            "self._claim.abandon_chunk = self.abandon",
+            "pass",
+            "a chunk that a traceback keeps stays open behind the end of its task",
+        ),
+        M(
+            "resuming.cursor:begin_walk",
+            "cursor.of != of",
+            "False",
+            "the cursor of one loop is taken for that of another",
+        ),
+        M(
+            "resuming.handing_over:hand_over_if_told",
+            "one.handed_over = HandedOver",
+            "raise HandedOver",
+            "a task that catches all errors counts as done when it was handed over",
+        ),
+        M(
+            "queries.sql:move_message",
+            "deaths = 0, ",
+            "",
+            "a long task that dies now and then is given up although it goes on",
+        ),
+    ],
     "outer": [
         M(
             "testing.deliveries:deliver_twice",
