@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -30,7 +30,7 @@ from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..delivery.endings import Outcome
 from ..delivery.header import Header, get_header
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
-from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned, WrongTransaction
+from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
@@ -327,7 +327,7 @@ class Run:
             case MessageGoesOn():
                 return self._come_again(error)
             case Exception() | CancelledError():  # Celery also fails the task with these
-                return self.end() if self._has_succeeded() else self.record_failure(error)
+                return self.record_failure(error)
         self._let_wait(Fault.of(error))
         # The process ends, because of a signal or because the task ended it. If a worker has
         # ended it, the worker may have failed the task already.
@@ -340,14 +340,6 @@ class Run:
         is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
         later = 0.0 if is_handed_over else conf.resend_after()
         return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
-
-    def _has_succeeded(self) -> bool:
-        """Return whether what follows has the success of the work, whatever came after that."""
-        if self.follower is None:
-            return False
-        with suppress(WrongTransaction):  # finish() was rolled back
-            self.claim.check_committed()
-        return self.claim.is_finished or self.follower.is_recorded
 
     def _is_ended(self) -> bool:
         """Return whether the task has ended, by whoever recorded that."""

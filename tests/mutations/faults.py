@@ -582,12 +582,6 @@ MUTATIONS = {
             "a step that was finished and then fails counts as both",
         ),
         M(
-            "sending.carried:Run._has_succeeded",
-            "return self.claim.is_finished or self.follower.is_recorded",
-            "return False",
-            "a step fails that was finished, and its work is done again after a resume",
-        ),
-        M(
             "sending.carried:_call",
             "refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)",
             "pass",
