@@ -79,9 +79,9 @@ class Chunk:
 
     def abandon(self) -> None:
         """Roll the chunk back, unless it has ended."""
-        blocks, self._blocks = self._blocks, []
-        if not blocks or self._owner != (os.getpid(), threading.get_ident()):
+        if not self._blocks or self._owner != (os.getpid(), threading.get_ident()):
             return
+        blocks, self._blocks = self._blocks, []
         self._claim.abandon_chunk = None
         open_blocks = connections[self._alias].atomic_blocks
         while open_blocks and open_blocks[-1] in blocks:

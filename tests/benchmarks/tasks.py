@@ -67,6 +67,12 @@ def bare_lock(url: str) -> tuple["redis.Redis", Callable[..., Any]]:
     return client, client.register_script(COMPARE_AND_DELETE)
 
 
+def set_bare(number: int) -> None:
+    """Make one bare request, as the least that a send that is unique can need."""
+    client, _ = bare_lock(settings.CACHES["default"]["LOCATION"])
+    client.set(f"sent:{number}", "token", nx=True, px=LEASE * 1000)
+
+
 @shared_task(base=SafeTask)
 @single_instance
 def single(number: int) -> None:
@@ -146,9 +152,9 @@ def measure() -> dict[str, list[Batch]]:
             CeleryWorker("tests.app", arguments=["--include", __name__]) as worker,
         ):
             send = partial(send_and_run, numbers, worker, partial(are_left, queues), locks)
-            return take_turns(
-                {name: partial(send, name, task) for name, task in CANDIDATES.items()}, ROUNDS
-            )
+            candidates = {name: partial(send, task) for name, task in CANDIDATES.items()}
+            candidates[RAW] = partial(candidates[RAW], beside=set_bare)
+            return take_turns(candidates, ROUNDS)
 
 
 def are_left(queues: "redis.Redis") -> bool:
@@ -161,30 +167,24 @@ def send_and_run(
     worker: CeleryWorker,
     are_left: Callable[[], object],
     locks: RedisServer,
-    name: str,
     task: Any,
+    beside: Callable[[int], object] = lambda number: None,
 ) -> Batch:
     """
     Send a batch to the paused worker, then let it work until it is at rest.
 
-    The sends of ``RAW`` have a bare request beside them.
-
     Args:
         are_left: Returns whether messages wait to be run.
+        beside: Called with the number of each call before it is sent.
     """
     worker.pause()
     calls = list(islice(numbers, BATCH))
     gc.disable()
     with locks.counting() as sending:
         began, cpu_before = time.perf_counter(), time.process_time()
-        if name == RAW:
-            client, _ = bare_lock(settings.CACHES["default"]["LOCATION"])
-            for number in calls:
-                client.set(f"sent:{number}", "token", nx=True, px=LEASE * 1000)
-                task.delay(number)
-        else:
-            for number in calls:
-                task.delay(number)
+        for number in calls:
+            beside(number)
+            task.delay(number)
         send, send_cpu = time.perf_counter() - began, time.process_time() - cpu_before
     gc.enable()
     with locks.counting() as running:

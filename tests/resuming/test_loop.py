@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -283,6 +285,45 @@ def test_a_replacement_begins_anew(carried: Carried) -> None:
     run(carried, lambda task: walk() and task.replace(other))
     run(carried, loop(range(3), do=seen.append), carried.mailbox.take_one())
     assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_a_loop_that_ends_elsewhere_leaves_the_chunk_alone(carried: Carried, where: str) -> None:
+    """A garbage collector may end it in a forked child, or in another thread."""
+    people = fill(carried.alias)
+
+    def body(task: Any) -> None:
+        rows = iter(resumable(people, every=3))
+        for row in rows:
+            write(row)
+            if row.pk == 2 and where == "process":
+                if not (child := os.fork()):
+                    rows.close()  # type: ignore[attr-defined]
+                    os._exit(0)
+                os.waitpid(child, 0)
+            elif row.pk == 2:
+                # What the collector calls in the end; the generator itself is at work.
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(current_claim().abandon_chunk or bool).result()
+
+    assert run(carried, body).state == "SUCCESS"
+    assert written(carried.alias) == EACH_ONCE
+
+
+def test_a_task_that_is_called_directly_leaves_its_caller_s_place_alone(carried: Carried) -> None:
+    """Its loop is none of the carried run."""
+    inner, seen = carried.make_task("tests.inner"), list[str]()
+
+    def body(task: Any) -> None:
+        if task.name == inner.name:
+            loop(range(5), do=bool)()
+        else:
+            inner()
+            seen.append(carried.row.cursor)
+
+    assert run(carried, body).state == "SUCCESS"
+    assert seen == [""]
 
 
 @pytest.mark.sql

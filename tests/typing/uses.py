@@ -20,6 +20,7 @@ from django_celery_safe import (
     SafeTaskMixin,
     cache_lock,
     idempotent,
+    resumable,
     single_instance,
 )
 
@@ -193,3 +194,8 @@ def carried(user: int, day: int) -> dict[str, int]:
 assert_type(carried.delay_on_commit(1, 2).get(), dict[str, int])
 carried.delay(1)  # E: call-arg
 carried.delay_on_commit(1, "2")  # E: arg-type
+
+# A loop has the items of what it walks.
+for number in resumable(range(3), every=2):
+    assert_type(number, int)
+resumable(3)  # E: arg-type
