@@ -48,8 +48,8 @@ SET deaths = CASE WHEN state = 'running' THEN deaths + 1 ELSE deaths END,
     resent = CASE WHEN state = 'sent' THEN resent + 1 ELSE resent END,
     state = 'pending', token = :token, due_at = AFTER(:lease)
 WHERE id IN (:ids)
-RETURNING id, task, task_id, body, properties, chord, chord_calls, attempts, attempt, starts,
-    deaths, resent
+RETURNING id, task, task_id, body, properties, chord, chord_calls, attempts, sent_at, attempt,
+    starts, deaths, resent
 -- changed: id IN (:ids)
 
 -- erase_sent --
@@ -88,7 +88,8 @@ RETURNING deaths, last_death, result, starts
 
 -- move_message --
 UPDATE django_celery_safe_outboxmessage
-SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0, due_at = AFTER(:lease)
+SET "cursor" = COALESCE(:cursor, "cursor"), checkpoint_at = NOW, due_at = AFTER(:lease),
+    deaths = CASE WHEN :moved THEN 0 ELSE deaths END
 WHERE attempt = :attempt AND token = :token
 
 -- end_message --
@@ -113,7 +114,7 @@ ON CONFLICT DO NOTHING
 
 -- move_record --
 UPDATE django_celery_safe_idempotencyrecord
-SET "cursor" = :cursor, ends_at = AFTER(:lease)
+SET "cursor" = COALESCE(:cursor, "cursor"), ends_at = AFTER(:lease)
 WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- finish_record --

@@ -105,10 +105,10 @@ class RecordTable(LeaseTable):
         seconds = lease.total_seconds()
         return bool(queries.execute(self.alias, "add_record", **values, lease=seconds))
 
-    def move(self, name: str, token: str, cursor: str, lease: float) -> bool:
+    def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far the work got; return whether the claim held the record."""
-        values = {"key": plain_name(name), "token": token, "cursor": cursor, "lease": lease}
-        return bool(queries.execute(self.alias, "move_record", **values))
+        key = plain_name(name)
+        return bool(queries.execute(self.alias, "move_record", key=key, token=token, **values))
 
     def finish(self, key: str, token: str, result: str, keep: timedelta | None, error: str) -> bool:
         """

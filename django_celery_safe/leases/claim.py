@@ -97,8 +97,8 @@ class Claim(ABC):
         self._renews = False
         self._is_committed = False
         #: What the work walks, such as ``shop.price by id``, and the cursor with which it began,
-        #: see ``resuming``; "": it walks nothing.
-        self.walks = ""
+        #: see ``resuming``; "": it walks nothing. ``place`` is the last cursor that the row got.
+        self.walks = self.place = ""
         self.began_with: Any = None
         #: Rolls the open chunk of ``resumable()`` back; None: no chunk is open.
         self.abandon_chunk: Callable[[], None] | None = None
@@ -250,10 +250,11 @@ class Claim(ABC):
 
     def _roll_back_open(self) -> bool:
         """Roll back a transaction that the work left open here; return whether there was one."""
+        had_chunk = self.abandon_chunk is not None
         if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
             self.abandon_chunk()
         if self.is_of_parent() or not self._is_left_open():
-            return False
+            return had_chunk
         reconnect(self.table.alias)
         return True
 

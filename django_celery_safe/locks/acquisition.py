@@ -73,9 +73,7 @@ def try_acquire(
         store.connect()
     asked_at = clock.now()
     try:
-        outcome = store.take(
-            LockRequest(lock.name, token, seconds, holder, patience, limit, lock.along)
-        )
+        outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit, along))
         if not isinstance(outcome, Acquired):
             return outcome
         run = None if request is None else weakref.ref(request)

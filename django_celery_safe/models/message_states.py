@@ -48,8 +48,8 @@ LONGEST_DELAY: Final = timedelta(minutes=10)
 LONGEST_LOCK: Final = 1.0
 #: The columns of a claimed row that a relay needs, in the order of the model's fields.
 CLAIMED: Final = (
-    "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "attempt",
-    "starts", "deaths", "resent",
+    "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "sent_at",
+    "attempt", "starts", "deaths", "resent",
 )  # fmt: skip
 #: Columns that no list shows and that may not fit into memory.
 UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")

@@ -53,7 +53,8 @@ def checkpoint(cursor: Any) -> None:
         except HandedOver:
             transaction.set_rollback(True, using=alias)  # even if the block does not see the error
             raise
-        lost = record(alias, place)
+        if (lost := record(alias, place)) is not None:
+            transaction.set_rollback(True, using=alias)  # as above
     else:
         lost = claim.ask(lambda: record(alias, place))
     if lost is not None:

@@ -68,6 +68,8 @@ class Chunk:
                 f"The loop of {self._claim.key!r} began its next item inside an atomic() block of "
                 f"its body, so its chunk can't be committed. Leave each block before the next item."
             )
+        # The end of a savepoint would hide an error of the body that it has caught.
+        connections[self._alias].validate_no_broken_transaction()
         if len(self._blocks) > 1:
             self._blocks.pop().__exit__(None, None, None)
         if (lost := record(self._alias, cursor)) is not None:

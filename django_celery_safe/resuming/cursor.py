@@ -72,7 +72,8 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
     claim = current_claim()
     claim.check_unfinished()
     if not claim.walks:
-        cursor = Cursor.read(claim.read_cursor())
+        claim.place = claim.read_cursor()
+        cursor = Cursor.read(claim.place)
         if cursor is not None and cursor.of != of:
             raise unfit(claim, cursor, f"the code walks {of}")
         claim.walks, claim.began_with = of, cursor
@@ -86,10 +87,13 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
 
 def record(alias: str, cursor: Cursor) -> Claim | None:
     """Record a cursor of the running work; return the claim that is no longer ours, or None."""
-    text = cursor.encode()
-    for one in own_claims():  # the message's as well as the key's
-        if one.table.alias == alias and not one.table.move(one.name, one.token, text, one.seconds):
+    claim, text = current_claim(), cursor.encode()
+    moved = text != claim.place  # otherwise a death is one without progress
+    for one in own_claims():  # a message has a place of its own, beside that of a key inside it
+        values = {"lease": one.seconds, "moved": moved, "cursor": text if one is claim else None}
+        if one.table.alias == alias and not one.table.move(one.name, one.token, **values):
             return one
+    claim.place = text
     return None
 
 

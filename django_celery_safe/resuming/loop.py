@@ -66,6 +66,9 @@ def resumable(items: Iterable[T], /, *, every: int = 500, key: str = "pk") -> Re
     It works in a task with ``outbox="until_done"``, in a step, and under ``idempotent``. A direct
     or eager call is a plain loop with a transaction for each chunk.
 
+    A chunk is committed when the loop asks for the item behind it: write what an item leads to
+    before that, and walk to the end, which ``zip`` and ``islice`` may not do.
+
     A chunk that is not completed is rolled back: at ``break`` and ``return``, an error, ``retry()``
     or a soft time limit, and at the end of the task, whatever still refers to the loop. A nested
     ``atomic()`` is a savepoint; ``finish()`` belongs behind the loop; async code can't use it.

@@ -50,6 +50,9 @@ class Rows:
             "distinct()": query.distinct,
             "order_by()": query.order_by or query.extra_order_by or not query.standard_ordering,
             "union() or the like": query.combinator,
+            "a window function": any(
+                getattr(one, "contains_over_clause", False) for one in query.annotations.values()
+            ),
             "values()": not issubclass(rows._iterable_class, ModelIterable),
         }
         if fault := next((name for name, is_there in faults.items() if is_there), ""):

@@ -73,10 +73,11 @@ class MessageTable(LeaseTable):
         rows = queries.fetch(self.alias, "claim_message", **values)
         return Claimed(*rows[0]) if rows else None
 
-    def move(self, name: str, token: str, cursor: str, lease: float) -> bool:
+    def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far a task got, which lives on; return whether the claim held the row."""
-        values = {"attempt": name, "token": token, "cursor": cursor, "lease": lease}
-        return bool(queries.execute(self.alias, "move_message", **values))
+        return bool(
+            queries.execute(self.alias, "move_message", attempt=name, token=token, **values)
+        )
 
     def end(self, name: str, token: str, returned: str = "") -> bool:
         """

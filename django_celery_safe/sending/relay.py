@@ -435,8 +435,8 @@ class Relay:
 
 
 def _was_sent(row: OutboxMessage) -> bool:
-    """Return whether a broker already had the message of a row."""
-    return bool(row.starts or row.resent or row.deaths)
+    """Return whether a broker already had the message of a row, or the row waited for its eta."""
+    return bool(row.sent_at or row.starts or row.resent or row.deaths)
 
 
 def drain_all(relays: list[Relay], until: Callable[[], bool]) -> None:

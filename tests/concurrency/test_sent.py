@@ -182,7 +182,7 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     assert held_names() == []
 
 
-@pytest.mark.parametrize("store_name", ["local", "django-redis"])
+@pytest.mark.parametrize("store_name", ["local", "django-redis", "cluster"])
 def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
     store_name: str,
     mailbox: Mailbox,

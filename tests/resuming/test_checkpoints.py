@@ -1,12 +1,20 @@
 """``checkpoint()`` and ``resumed_at()``, and cursors under ``idempotent``."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from django.db import transaction
 
-from django_celery_safe import ConfigurationError, checkpoint, idempotent, resumable, resumed_at
+from django_celery_safe import (
+    ConfigurationError,
+    TaskPoisoned,
+    checkpoint,
+    idempotent,
+    resumable,
+    resumed_at,
+)
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
 from tests.resuming.loops import EACH_ONCE, Stop, fill, loop, run, stop, written
@@ -123,8 +131,8 @@ def test_other_arguments_of_a_key_begin_anew(alias: str) -> None:
 
 
 @pytest.mark.sql
-def test_a_carried_task_that_is_idempotent_has_one_place(carried: Carried) -> None:
-    """The key keeps it, and the message shows it and forgets the deaths before it."""
+def test_the_place_of_a_key_in_a_carried_task_is_the_keys(carried: Carried) -> None:
+    """The message forgets the deaths before it, and has no place of its own."""
     walk = loop(fill(carried.alias))
 
     def body(task: Any) -> Any:
@@ -135,5 +143,40 @@ def test_a_carried_task_that_is_idempotent_has_one_place(carried: Carried) -> No
     carried.rows.update(deaths=2)
     carried.body = body
     leave_dead(carried, message, after_body=True)
-    assert (carried.row.deaths, carried.row.progress) == (0, "10/10")
+    assert (carried.row.deaths, carried.row.progress) == (0, "")
     assert run(carried, body) == ("SUCCESS", "done before")
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("key_first", [True, False])
+def test_a_task_and_a_key_inside_it_have_a_place_each(key_first: bool, carried: Carried) -> None:
+    """Neither goes on at the place of the other, nor does it forget its own."""
+    people = fill(carried.alias)
+    parts = [people.filter(pk__gt=5), people.filter(pk__lte=5)]
+
+    def body(task: Any) -> None:
+        loops = [lambda: walk_under_key(parts[0]), loop(parts[1])]
+        for each in loops if key_first else reversed(loops):
+            each()
+
+    def walk_under_key(rows: Any) -> None:
+        with suppress(Stop), idempotent("half", using=carried.alias) as claim:
+            if claim:
+                loop(rows, {4: stop} if deaths else None)()
+
+    deaths = [1]
+    carried.body = body
+    leave_dead(carried, carried.send(), after_body=True)
+    deaths.clear()
+    assert run(carried, body).state == "SUCCESS"
+    assert written(carried.alias) == EACH_ONCE
+
+
+def test_deaths_at_one_place_are_deaths_without_progress(carried: Carried) -> None:
+    """A checkpoint at the place where the run began lets no task kill its processes for ever."""
+    carried.body = lambda task: checkpoint(resumed_at() or 0)
+    message = carried.send()
+    for _ in range(3):
+        leave_dead(carried, message, after_body=True)
+        (message,) = carried.relay()
+    assert type(run(carried, carried.body, message).value) is TaskPoisoned

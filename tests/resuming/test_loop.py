@@ -5,13 +5,16 @@ import gc
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from celery import chain
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
+from django.db.models import Window
+from django.db.models.functions import RowNumber
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import (
@@ -141,6 +144,7 @@ def test_a_cursor_that_does_not_fit_is_an_error(
         (lambda rows: resumable(rows.all()[:5]), "slice"),
         (lambda rows: resumable(rows.union(rows)), "union"),
         (lambda rows: resumable(rows.values("pk")), "values"),
+        (lambda rows: resumable(rows.annotate(n=Window(RowNumber()))), "window"),
         (lambda rows: resumable(rows.iterator()), "generator"),
         (lambda rows: resumable("text"), "str"),
         (lambda rows: resumable({1, 2}), "set"),
@@ -425,3 +429,33 @@ def test_a_deadlock_that_the_body_hides_fails_the_chunk(carried: Carried) -> Non
     state, error = run(carried, loop(fill(carried.alias), {5: lambda: execute("ROLLBACK")}))
     assert (state, "SAVEPOINT" in str(error)) == ("FAILURE", True)
     assert sum(written(carried.alias).values()) == 3
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("broken", ["caught", "set_rollback"])
+def test_a_chunk_with_a_broken_transaction_is_not_committed(broken: str, carried: Carried) -> None:
+    """Its cursor would move on, and its writes be gone."""
+
+    def spoil(row: Any) -> None:
+        write(row)
+        if row.pk == 3 and broken == "set_rollback":
+            transaction.set_rollback(True, using=carried.alias)
+        elif row.pk == 3:
+            with suppress(IntegrityError):
+                Person.everyone.using(carried.alias).create(pk=1)
+
+    assert run(carried, loop(fill(carried.alias), do=spoil)).state == "FAILURE"
+    assert set(written(carried.alias).values()) == {0}
+
+
+def test_what_is_written_in_a_chunk_that_is_kept_open_is_an_error(carried: Carried) -> None:
+    """It is rolled back at the end of the task, which must not look like a success."""
+    people, kept = fill(carried.alias), []
+
+    def body(task: Any) -> None:
+        kept.append(iter(resumable(people, every=3)))
+        next(kept[0])
+        fill(carried.alias, [100])
+
+    assert type(run(carried, body).value) is WrongTransaction
+    assert 100 not in written(carried.alias)

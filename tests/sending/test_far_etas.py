@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from django_celery_safe import SafeTask, single_instance
+from django_celery_safe import SafeTask, iter_locks, release_lock, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.inspection.overview import outbox_figures
 from django_celery_safe.signals import task_sent
@@ -134,3 +134,24 @@ def test_monitoring_counts_from_its_eta(carried: Carried) -> None:
     just_now = Now() - timedelta(seconds=1)
     carried.rows.update(due_at=just_now, sent_at=just_now)
     assert 1 <= (oldest() or 0) < 60
+
+
+def double(number: int) -> int:
+    """Return twice the number."""
+    return 2 * number
+
+
+def test_a_far_message_of_a_period_runs_whoever_has_the_period_then(
+    carried: Carried, locks_in_memory: None
+) -> None:
+    """It was accepted when it was sent, as a near one, and is no duplicate when its time comes."""
+    options = {"name": "tests.in_period", "base": SafeTask, "outbox": "until_done"}
+    task = carried.mailbox.task(single_instance(unique_until=600)(double), **options)
+    assert send(carried, task, countdown=FAR).is_duplicate is False
+    for lock in iter_locks():
+        assert release_lock(lock)  # as the end of the period does
+    assert send(carried, task).is_duplicate is False
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 2)
+    let_it_be_due(carried)
+    (message,) = carried.relay()
+    assert carried.mailbox.deliver(message) == ("SUCCESS", 2)

@@ -183,7 +183,7 @@ def test_a_function_that_no_worker_could_import_is_refused(
 
 def test_without_use_tz_all_moments_are_naive(by_hand: ByHand) -> None:
     """A result's are local, as with Django's own backends; run_after, the ETA, is so too."""
-    moment = datetime(2040, 1, 1, 12)
+    moment = datetime.now(UTC).replace(tzinfo=None, microsecond=0) + timedelta(minutes=5)
     with override_settings(USE_TZ=False, TIME_ZONE="UTC"):
         later = work.add.using(run_after=moment)
         result = later.enqueue(1)

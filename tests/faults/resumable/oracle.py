@@ -41,6 +41,12 @@ class Plan(AnyPlan):
             "shutdown": self.shutdowns,
         }
 
+    @property
+    def pause(self) -> float:
+        """How long a task waits at each row, s, so that there is time for all harms."""
+        harms = self.child_kills + 5 * (self.worker_kills + self.shutdowns)
+        return 0.8 * harms * self.workers * self.concurrency / self.rows
+
 
 @dataclass
 class History:

@@ -40,7 +40,7 @@ def record(plan: Plan, lab: Lab) -> History:
         env={VARIABLE: plan.broken},
     )
     began, relaying = time.monotonic(), Relaying(plan, lab)
-    lab.start(send, plan.rows, plan.tasks).result(plan.at_most)
+    lab.start(send, plan.rows, plan.tasks, plan.pause).result(plan.at_most)
     trouble = Troublemaker(plan, workers, witness)
     while OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists():
         if time.monotonic() > began + plan.at_most:
@@ -54,19 +54,19 @@ def record(plan: Plan, lab: Lab) -> History:
 
 
 class Troublemaker(WorkerNemesis):
-    """Does each harm of the plan when a certain part of the rows is done."""
+    """Does each harm of the plan when a certain part of the rows, up to two thirds, is done."""
 
     def __init__(self, plan: Plan, workers: Sequence[CeleryWorker], witness: Witness) -> None:
         super().__init__(plan, workers, witness)
         self._due = sorted(
-            ((place + self.random.random()) / number, what)
+            ((place + self.random.random()) / number / 1.5, what)
             for what, number in plan.harms.items()
             for place in range(number)
         )
 
     def strike(self, done: float) -> None:
         """Do the harm that is due, if it can be done now."""
-        if self._due and self._due[0][0] <= done and self._do(self._due[0][1]):
+        while self._due and self._due[0][0] <= done and self._do(self._due[0][1]):
             what = self._due.pop(0)[1]
             if what != "shutdown":
                 self.witness.trouble.write("harm", what=what)

@@ -23,7 +23,7 @@ PERIOD, DELETED = 10, 5
 
 
 @shared_task(base=SafeTask)
-def write(first: int, last: int) -> None:
+def write(first: int, last: int, pause: float) -> None:
     """Write to each row of a part once."""
     people, witness = Person.everyone.filter(pk__gte=first, pk__lt=last), find_witness()
     with witness.room.inside(str(first)):
@@ -32,6 +32,7 @@ def write(first: int, last: int) -> None:
             for row in resumable(people, every=EVERY):
                 if row.pk % PERIOD == 0:
                     people.filter(pk=row.pk - PERIOD + DELETED).delete()
+                time.sleep(pause)
                 if row.pk % PERIOD != DELETED:
                     row.email += "x"
                     row.save(update_fields=["email"])
@@ -39,13 +40,14 @@ def write(first: int, last: int) -> None:
             witness.journal.write("left", part=first)
 
 
-def send(rows: int, tasks: int) -> None:
+def send(rows: int, tasks: int, pause: float) -> None:
     """Write the rows, and send a task for each part of them."""
     enter()
     Person.everyone.bulk_create((Person(pk=pk, email="") for pk in range(1, rows + 1)), 5000)
     with transaction.atomic():
         for number in range(tasks):
-            write.delay_on_commit(1 + rows * number // tasks, 1 + rows * (number + 1) // tasks)
+            first, last = (1 + rows * place // tasks for place in (number, number + 1))
+            write.delay_on_commit(first, last, pause)
 
 
 def break_worker(fault: str) -> None:
