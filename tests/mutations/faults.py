@@ -708,6 +708,18 @@ MUTATIONS = {
             "the cursor of one loop is taken for that of another",
         ),
         M(
+            "resuming.cursor:record",
+            "text if one is claim else None",
+            "text",
+            "a task goes on at the place of a key inside it",
+        ),
+        M(
+            "resuming.cursor:record",
+            "moved = text != claim.place",
+            "moved = True",
+            "a task that kills its processes at one place is run for ever",
+        ),
+        M(
             "resuming.handing_over:hand_over_if_told",
             "one.handed_over = HandedOver",
             "raise HandedOver",
@@ -715,8 +727,8 @@ MUTATIONS = {
         ),
         M(
             "queries.sql:move_message",
-            "deaths = 0, ",
-            "",
+            "CASE WHEN :moved THEN 0 ELSE deaths END",
+            "deaths",
             "a long task that dies now and then is given up although it goes on",
         ),
     ],
