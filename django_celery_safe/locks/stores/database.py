@@ -52,7 +52,7 @@ PAUSE: Final = 0.02
 #: Takes a lock that is free: a row that is not there, or whose lease is over.
 UPSERT: Final = """
 INSERT INTO {table} ({key}, {token}, {holder}, {fence}, {ends})
-VALUES (%(key)s, %(token)s, %(holder)s, {now}, {now} + %(lease)s)
+VALUES (%(key)s, %(token)s, %(holder)s, {greatest}({now}, %(after)s), {now} + %(lease)s)
 ON CONFLICT ({key}) DO UPDATE SET {token} = excluded.{token}, {holder} = excluded.{holder},
 {fence} = {greatest}({table}.{fence} + 1, excluded.{fence}), {ends} = excluded.{ends}
 WHERE {table}.{ends} <= {now} RETURNING {fence}
@@ -60,10 +60,10 @@ WHERE {table}.{ends} <= {now} RETURNING {fence}
 #: The same for MySQL and MariaDB, which make the changes one after the other.
 UPSERT_OF_MYSQL: Final = """
 INSERT INTO {table} ({key}, {token}, {holder}, {fence}, {ends})
-VALUES (%(key)s, %(token)s, %(holder)s, {now}, {now} + %(lease)s)
+VALUES (%(key)s, %(token)s, %(holder)s, GREATEST({now}, %(after)s), {now} + %(lease)s)
 ON DUPLICATE KEY UPDATE {token} = IF({ends} <= {now}, %(token)s, {token}),
 {holder} = IF({ends} <= {now}, %(holder)s, {holder}),
-{fence} = IF({ends} <= {now}, GREATEST({fence} + 1, {now}), {fence}),
+{fence} = IF({ends} <= {now}, GREATEST({fence} + 1, {now}, %(after)s), {fence}),
 {ends} = IF({ends} <= {now}, {now} + %(lease)s, {ends})
 """
 #: Another token, so that a renewal under way can't bring the lock back; and free whatever the
@@ -183,13 +183,21 @@ class DatabaseStore(DatabaseLeases, Store):
         self.check_migrated(error)
         return super().explain(action, error)
 
-    def _take_place(self, request: LockRequest, name: str, place: int) -> Acquired | HeldLock:
-        """Take a free place of a lock; its first place has the lock's own name."""
+    def _take_place(
+        self, request: LockRequest, name: str, place: int, after: int = 0
+    ) -> Acquired | HeldLock:
+        """
+        Take a free place of a lock; its first place has the lock's own name.
+
+        Args:
+            after: The largest fence of the other places; 0: they are free.
+        """
         values: dict[str, str | int] = {
             "key": plain_name(name),
             "token": request.token,
             "holder": encode_holder(name, request.holder, request.limit),
             "lease": _microseconds(request.seconds),
+            "after": after + 1,
         }
         is_mysql = connections[self.alias].vendor == MYSQL
         with connections[self.alias].cursor() as cursor:
@@ -206,10 +214,12 @@ class DatabaseStore(DatabaseLeases, Store):
     def _take_any_place(self, request: LockRequest) -> Acquired | HeldLock:
         names = place_names(request.name, request.limit)
         for _ in range(TRIES):
-            found = choose_place(self._held(names), request)
+            held = self._held(names)
+            found = choose_place(held, request)
             if not isinstance(found, int):
                 return found
-            taken = self._take_place(request, names[found - 1], found)
+            after = max((lock.fence or 0 for lock in held if lock is not None), default=0)
+            taken = self._take_place(request, names[found - 1], found, after)
             if isinstance(taken, Acquired):
                 if not self._has_twin(names, request):
                     return taken
