@@ -63,13 +63,18 @@ def break_worker(fault: str) -> None:
 read: Final = walks.Rows.read
 
 
+def move_row(claim: Any, text: str) -> None:
+    """Write a cursor into the row of a claim."""
+    assert claim.table.move(claim.name, claim.token, cursor=text, lease=claim.seconds, moved=True)
+
+
 def read_after_cursor(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
     """Commit the cursor behind a chunk before its writes."""
     part, claim = read(rows, at, alias, most), current_claim()
 
     def move() -> None:
         text = Cursor(rows.of, part[1], 0, 0).encode()
-        claim.table.move(claim.name, claim.token, text, claim.seconds)
+        move_row(claim, text)
         connection.close()
 
     mover = Thread(target=move)
@@ -85,7 +90,7 @@ def commit_before_cursor(chunk: Any, cursor: Cursor) -> None:
     chunk._claim.abandon_chunk = None
     time.sleep(0.02)
     claim = current_claim()
-    claim.table.move(claim.name, claim.token, cursor.encode(), claim.seconds)
+    move_row(claim, cursor.encode())
 
 
 def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
