@@ -105,7 +105,7 @@ PARTS: Final = (
         15_029,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
-    Part("tests", "lines", 33_166, lambda: sum_code("tests")),
+    Part("tests", "lines", 33_168, lambda: sum_code("tests")),
     Part("example", "lines", 1_408, lambda: sum_code("example_project")),
     Part("docs", "words", 31_613, lambda: sum(map(count_words, read_pages()))),
     Part("docs", "pages", 27, lambda: len(read_pages())),
