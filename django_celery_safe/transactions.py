@@ -459,7 +459,7 @@ def refuse_unmigrated(alias: str, purpose: str, models: Sequence[str], error: Ex
     Raise an error that explains a database error, if a missing table caused it.
 
     Args:
-        purpose: What the database is to do, such as "hold the locks".
+        purpose: What the project needs the database for, such as "hold the locks".
 
     Raises:
         ConfigurationError: A table of these models is missing.

@@ -2,8 +2,8 @@
 Frees the locks of runs that can't free them themselves, and of messages that never run.
 
 A killed process frees nothing, and a revoked or unknown message never runs. ``delivery.endings``
-tells of most of these; the locks of a message and its run are freed once the process of the run
-has really ended.
+reports most of these cases. The locks of a message and of its run are freed when the process of
+the run has really ended.
 """
 
 from __future__ import annotations

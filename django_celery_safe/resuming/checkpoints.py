@@ -10,7 +10,7 @@ from ..transactions import in_atomic
 from .cursor import Cursor, begin_walk, record
 from .handing_over import HandedOver, hand_over_if_told
 
-#: What such a cursor is of.
+#: Says in a row that its cursor was set by :func:`checkpoint`.
 OF: Final = "checkpoint()"
 
 

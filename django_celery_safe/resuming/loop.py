@@ -57,8 +57,8 @@ def resumable(items: Iterable[T], /, *, every: int = 500, key: str = "pk") -> Re
     """
     Loop over items so that a killed task goes on behind those that are done.
 
-    What the body writes to the database of the task's row, and the place behind each chunk, are
-    committed in one transaction. After a kill, a failure or a retry, the next run begins behind the
+    One transaction commits the writes of a chunk to the database of the task's row, together with
+    the place behind it. After a kill, a failure or a retry, the next run begins behind the
     last committed chunk: no item twice, none left out. Effects elsewhere, such as e-mails, are
     repeated for at most one chunk. A worker that shuts down hands the task over behind its chunk.
     ``max_deaths`` counts deaths since the last chunk.

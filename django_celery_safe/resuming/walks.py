@@ -1,4 +1,4 @@
-"""What a resumable loop walks: the rows of a queryset, or the items of a list."""
+"""How a resumable loop goes through the rows of a queryset, or the items of a list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rows:
     The rows of a queryset, by a unique key.
 
     Attributes:
-        of: What a cursor is a place in.
+        of: Names the rows in a cursor, such as ``shop.price by id``.
         alias: The database in which the chunks have to be.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a worker does before a run, and in threads beside the pool's forks."""
+"""What a worker's main process does before a run, and in threads while its pool forks."""
 
 import os
 from contextvars import copy_context

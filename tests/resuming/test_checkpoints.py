@@ -51,7 +51,7 @@ def die_in(carried: Carried, body: Callable[..., Any]) -> None:
 
 @pytest.mark.sql
 def test_a_killed_task_reads_its_last_checkpoint(carried: Carried) -> None:
-    """What a block wrote and its cursor are committed together."""
+    """The writes of a block are committed together with its cursor."""
     die_in(carried, read_lines(carried.alias, until=6))
     assert run(carried, read_lines(carried.alias)) == ("SUCCESS", 6)
     assert read_emails(carried.alias) == LINES

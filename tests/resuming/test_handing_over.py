@@ -27,7 +27,7 @@ def test_a_task_is_handed_over_behind_its_chunk(carried: Carried, shut_down: Shu
 
 
 def test_the_last_chunk_is_not_handed_over(carried: Carried, shut_down: ShutDown) -> None:
-    """Nothing is left that another worker could do."""
+    """Its task ends as usual, because no items are left for another worker."""
     assert run(carried, loop(fill(carried.alias), {10: shut_down})) == ("SUCCESS", "done")
 
 

@@ -307,7 +307,7 @@ def test_a_loop_that_ends_elsewhere_leaves_the_chunk_alone(carried: Carried, whe
                     os._exit(0)
                 os.waitpid(child, 0)
             elif row.pk == 2:
-                # What the collector calls in the end; the generator itself is at work.
+                # As the garbage collector would, in another thread; here the generator is running.
                 with ThreadPoolExecutor(1) as pool:
                     pool.submit(current_claim().abandon_chunk or bool).result()
 
@@ -332,7 +332,7 @@ def test_a_task_that_is_called_directly_leaves_its_caller_s_place_alone(carried:
 
 @pytest.mark.sql
 def test_a_nested_block_is_a_savepoint(carried: Carried) -> None:
-    """What it rolls back is its own part alone."""
+    """Its rollback leaves the rest of the chunk alone."""
 
     def write_twice(row: Any) -> None:
         write(row)

@@ -32,7 +32,7 @@ def let_it_be_due(carried: Carried) -> None:
 @pytest.mark.sql
 @pytest.mark.parametrize("when", ["countdown", "eta"])
 def test_a_message_stays_in_its_row_until_it_is_due(carried: Carried, when: str) -> None:
-    """Nothing of it is in the broker before; a relay's first look sends it then."""
+    """The broker does not have it before; then a relay sends it at its first look."""
     times = {"countdown": FAR, "eta": datetime.now(UTC) + timedelta(seconds=FAR)}
     with hearing(task_sent) as heard:
         result = send(carried, **{when: times[when]})
