@@ -149,18 +149,41 @@ class SafeTaskMixin(Task[P, R]):
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
-            options, _ = self._with_header(args, kwargs, options, Header())
+            options, header = self._with_header(args, kwargs, options, Header())
+            header.pop("sent", None)  # nothing was sent
         if is_put_off(options):
             return put_off(self.name, self._apply_once, args, kwargs, options)
-        return super().apply(args, kwargs, *more, **options)
+        return self._apply(args, kwargs, *more, **options)
+
+    def _apply(self, args: Any, kwargs: Any, *more: Any, **options: Any) -> Any:
+        """Run the task in this process, with the lock of its send if that has taken it."""
+        run = partial(super().apply, args, kwargs, *more, **options)
+        header = read_header(options.get("headers"), self.name)
+        sent = find_lock_of(self.name, header)
+        if sent is None:
+            return run()
+        own = options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
+        if own.unique_until == "start":
+            sent.move(0)
+        else:
+            sent.renew(own.lease())
+        try:
+            return run()
+        finally:
+            sent.end_run(self, None)
 
     def _apply_once(self, args: Any, kwargs: Any, **options: Any) -> Any:
         """Run a task whose commit has come, unless its send is a duplicate."""
-        run = partial(super().apply, args, kwargs)
         header = read_header(options.get("headers"), self.name)
         if "sent" not in header:
-            return run(**options)
-        return self._run_once(options, header, lambda given: as_sent_result(run(**given)))
+            return self._apply(args, kwargs, **options)
+        return self._send_once(
+            args,
+            kwargs,
+            options,
+            header,
+            lambda given: as_sent_result(self._apply(args, kwargs, **given)),
+        )
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
@@ -306,7 +329,13 @@ class SafeTaskMixin(Task[P, R]):
                 if sent is not None:
                     sent.take_back()
                 raise
-        return self._send_once(args, kwargs, options, header, again=resent is not None)
+        # Inside a send that waits, an eager run finds out at the commit.
+        if CAPTURED.get() is not None or (is_waiting() and self.app.conf.task_always_eager):
+            result = self._publish(args, kwargs, options)
+            result.is_duplicate = None
+            return result
+        publish = partial(self._publish, args, kwargs)
+        return self._send_once(args, kwargs, options, header, publish, again=resent is not None)
 
     def _publish(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         """Send as Celery does, and name the argument that can't be serialized."""
@@ -318,41 +347,48 @@ class SafeTaskMixin(Task[P, R]):
             raise explain(self.name, args, kwargs, links, serializer, error) from error
 
     def _send_once(
-        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header, *, again: bool
+        self,
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
+        header: Header,
+        publish: Callable[[dict[str, Any]], SentResult[R]],
+        *,
+        again: bool = False,
     ) -> SentResult[R]:
         """
-        Send the task unless it is a duplicate; if it waits for a commit, that finds out.
+        Send the task, or run it eagerly, unless it is a duplicate.
 
         Args:
+            publish: Does it, with the options of the send.
             again: Whether the running task re-sends its own message.
         """
-        eager = self.app.conf.task_always_eager
-        if CAPTURED.get() is not None or (eager and is_waiting()):
-            result = self._publish(args, kwargs, options)
-            result.is_duplicate = None
-            return result
-        if eager:
-            return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
         headers = self._headers_to_be(args, kwargs, options, header)
         sent: list[SentResult[R]] = []
 
-        def publish() -> None:
+        def publish_now() -> None:
             given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-            final = {**options, "task_id": headers["id"], "headers": given}
-            sent.append(self._publish(args, kwargs, final))
+            sent.append(publish({**options, "task_id": headers["id"], "headers": given}))
 
-        held = publish_once(headers, publish, again=again, header=header)
-        result = sent[0] if sent else as_sent_result(self.AsyncResult(headers["id"]))
-        if not sent:  # as Celery does
-            ignores = options.get("ignore_result")
-            result.ignored = self.ignore_result if ignores is None else ignores
-            parent = get_current_task()
-            if parent is not None and options.get("add_to_parent", True):
-                parent.add_trail(result)
+        held = publish_once(headers, publish_now, again=again, header=header)
+        result = sent[0] if sent else self._result_of_duplicate(headers["id"], options)
         settle(result, headers, held)
         if again:
             # A message that replaces its own run takes over that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
+        return result
+
+    def _result_of_duplicate(self, task_id: str, options: dict[str, Any]) -> SentResult[R]:
+        """Return the result of a send that was dropped, as Celery would for one that was not."""
+        if self.app.conf.task_always_eager:
+            known: Any = EagerResult(task_id, None, PENDING)
+            return as_sent_result(known)
+        result: SentResult[R] = as_sent_result(self.AsyncResult(task_id))
+        ignores = options.get("ignore_result")
+        result.ignored = self.ignore_result if ignores is None else ignores
+        parent = get_current_task()
+        if parent is not None and options.get("add_to_parent", True):
+            parent.add_trail(result)
         return result
 
     def _headers_to_be(
@@ -370,37 +406,6 @@ class SafeTaskMixin(Task[P, R]):
             headers |= show(args or (), kwargs or {})
             headers |= {name: options[name] for name in _SHOWN if options.get(name)}
         return headers | moments
-
-    def _run_once(
-        self,
-        options: dict[str, Any],
-        header: Header,
-        run_now: Callable[[dict[str, Any]], SentResult[R]],
-    ) -> SentResult[R]:
-        """Run the task now, as ``task_always_eager`` asks, unless this send is a duplicate."""
-        task_id = options.get("task_id") or uuid()
-        headers: dict[str, Any] = {"task": self.name, "id": task_id, HEADER: header}
-        held = publish_once(headers, lambda: None)
-        if held is not None:
-            known: Any = as_sent_result(EagerResult(headers["id"], None, PENDING))
-            settle(known, headers, held)
-            return known  # type: ignore[no-any-return]
-        header = headers[HEADER]
-        sent = find_lock_of(self.name, header)
-        if sent is not None:
-            run = options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
-            if run.unique_until == "start":
-                sent.move(0)
-            else:
-                sent.renew(run.lease())
-        given = {**(options.get("headers") or {}), HEADER: header}
-        try:
-            result = run_now({**options, "task_id": headers["id"], "headers": given})
-        finally:
-            if sent is not None:
-                sent.end_run(self, None)
-        settle(result, headers, None)
-        return result
 
     def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
         """Pass the lock of the running task's message to its re-send, if the token matches."""
