@@ -21,6 +21,9 @@ PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 #: Longest text of a call's arguments that is worth making: a lock keeps the first 200 characters.
 LONGEST_SHOWN: Final = 400
 
+#: How many arguments are shown without Celery's help, and the longest text and largest number.
+MOST_PLAIN, LONGEST_PLAIN, LARGEST_PLAIN = 8, 64, 2**63
+
 
 def check_arguments(
     task: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, *more: Any
@@ -87,10 +90,22 @@ def serialize(
     return content_type, encoding, data
 
 
+def show_plain(args: Any, kwargs: Any) -> dict[str, str]:
+    """Return what Celery shows of a few numbers or words, in a tenth of its time; {}: of others."""
+    is_short = type(args) is tuple and len(args) <= MOST_PLAIN and not kwargs
+    if not is_short or not all(map(_is_short, args)):
+        return {}
+    return {"argsrepr": repr(args), "kwargsrepr": "{}"}
+
+
+def _is_short(value: Any) -> bool:
+    if type(value) is int:
+        return -LARGEST_PLAIN < value < LARGEST_PLAIN
+    return type(value) is str and len(value) <= LONGEST_PLAIN and value.isalnum()
+
+
 def show(args: Any, kwargs: Any) -> dict[str, str]:
     """Return the headers of a message that show its arguments."""
-    if type(args) is tuple and not kwargs and all(type(value) is int for value in args):
-        return {"argsrepr": repr(args), "kwargsrepr": "{}"}  # in a tenth of the time
     from celery.utils.saferepr import saferepr  # not imported with Celery
 
     values = {"argsrepr": args, "kwargsrepr": kwargs}

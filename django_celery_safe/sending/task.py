@@ -33,7 +33,7 @@ from ..exceptions import NotSerializable, TaskPoisoned
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from . import installed
-from .arguments import check_arguments, explain, show
+from .arguments import check_arguments, explain, show, show_plain
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
@@ -329,6 +329,9 @@ class SafeTaskMixin(Task[P, R]):
                 if sent is not None:
                     sent.take_back()
                 raise
+        if not before_task_publish.receivers:  # one may redact what the message shows
+            # The lock shows it too, and Celery would make the same texts in more than its time.
+            options = {**show_plain(args or (), kwargs), **options}
         # Inside a send that waits, an eager run finds out at the commit.
         if CAPTURED.get() is not None or (is_waiting() and self.app.conf.task_always_eager):
             result = self._publish(args, kwargs, options)
@@ -401,10 +404,11 @@ class SafeTaskMixin(Task[P, R]):
             if isinstance(moment, datetime):
                 moments[name] = maybe_make_aware(moment, self.app.timezone)
         headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
+        given = {name: options[name] for name in _SHOWN if options.get(name)}
         # A receiver may redact what the message shows.
-        if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
-            headers |= show(args or (), kwargs or {})
-            headers |= {name: options[name] for name in _SHOWN if options.get(name)}
+        if len(given) < len(_SHOWN) and not before_task_publish.receivers:
+            given = show(args or (), kwargs or {}) | given
+        headers |= given
         return headers | moments
 
     def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
