@@ -510,6 +510,9 @@ def test_what_expired_before_the_relay_is_sent_as_expired(make_line: MakeLine) -
     assert line.take()[0].properties["expiration"] == "0"
 
 
+@pytest.mark.quarantine(
+    "2026-11-26", "once no result in 60 s under load; never again in 600 runs; cause unknown"
+)
 @pytest.mark.long
 @on_rabbitmq
 def test_a_result_comes_through_rpc(make_line: MakeLine) -> None:
@@ -518,6 +521,9 @@ def test_a_result_comes_through_rpc(make_line: MakeLine) -> None:
     with transaction.atomic(using=line.alias):
         result = add.apply_async((1, 2), outbox=True, using=line.alias)
     (message,) = line.take()
-    run_here(line.app, message)
+    assert run_here(line.app, message) == 3
+    # The run published its result with a confirm: it waits for its reader, or is lost already.
+    assert isinstance(line.queues, RabbitMQQueues)
+    assert line.queues.count(message.properties["reply_to"]) == 1
     assert result.get(timeout=PATIENCE) == 3
     line.app.backend.result_consumer.stop()
