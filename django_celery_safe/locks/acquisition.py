@@ -69,8 +69,7 @@ def try_acquire(
     task, request = lock.run or _find_run()
     holder = describe_holder(task, request, renew, seconds)
     along = lock.along if store.carries and limit == 1 else None
-    if store.greets:
-        store.connect()
+    store.connect()
     asked_at = clock.now()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit, along))

@@ -152,27 +152,6 @@ def release_lock(lock: HeldLock) -> bool:
     return True
 
 
-def emptied_with_locks(location: Location) -> list[str]:
-    """Return, as text for messages, what a ``clear()`` would empty along with the locks."""
-    emptied = location.store().emptied_with()
-    if emptied is None:
-        return []
-    if location.alias == "default":
-        return ["everything else in the project's default cache"]
-    return [
-        f'CACHES["{alias}"]'
-        for alias in django_settings.CACHES
-        if alias != location.alias and _emptied_with(alias) == emptied
-    ]
-
-
-def _emptied_with(alias: str) -> object:
-    try:
-        return Location("cache", alias).store().emptied_with()
-    except Exception:  # noqa: BLE001 - a fault of another alias is not for this question
-        return None
-
-
 class _StoreCache:
     """The stores that this process has used, and Django's ``caches`` that they were made for."""
 

@@ -12,7 +12,7 @@ import random
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
@@ -107,18 +107,10 @@ class Eviction(NamedTuple):
 class Store(LeaseStore):
     """A place where locks live."""
 
-    #: Whether every acquisition gets a number greater than those of all earlier acquisitions.
-    fences: ClassVar[bool] = True
-    #: Whether :meth:`iter_locks` works.
-    lists: ClassVar[bool] = True
     #: Whether a lock may have several holders.
     limits: ClassVar[bool] = False
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
-    #: Whether a release wakes a waiter; otherwise waiters poll.
-    wakes: ClassVar[bool] = False
-    #: Whether a new connection has a greeting, which is not to be a part of a lease.
-    greets: ClassVar[bool] = False
     #: Whether a request for one lock may carry another along, which is then no request of its own.
     carries: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
@@ -133,7 +125,7 @@ class Store(LeaseStore):
     refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def connect(self) -> None:
-        """Have an open connection for the next request, if the store :attr:`greets`."""
+        """Have an open connection for the next request: its greeting is no part of a lease."""
 
     @abstractmethod
     def take(self, request: LockRequest) -> Acquired | HeldLock:
@@ -198,13 +190,9 @@ class Store(LeaseStore):
             f"by its name; for a list use Redis or LOCK_DATABASE."
         )
 
-    @contextmanager
-    def errors(self, action: str) -> Iterator[None]:
+    def errors(self, action: str) -> AbstractContextManager[None]:
         """Turn the client's errors into :class:`LockBackendError` for ``action``."""
-        try:
-            yield
-        except self.client_errors as error:
-            raise self.explain(action, error) from error
+        return _Errors(self, action)
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         """Return an error that explains the client's error."""
@@ -246,10 +234,6 @@ class Store(LeaseStore):
         """Return the lease nearest to ``seconds`` that this store can keep."""
         return min(max(seconds, self.shortest_lease), self.longest_lease)
 
-    def emptied_with(self) -> object:
-        """Return a value equal for stores that one ``clear()`` empties together; None: none."""
-        return None
-
     def ask_eviction(self) -> Eviction | None:
         """Ask the server how it makes room when memory is short; None: it can't say."""
         return None
@@ -265,3 +249,15 @@ class Store(LeaseStore):
     def ask_time(self) -> float | None:
         """Return the time of the server's clock, seconds since the epoch; None: it has no clock."""
         return None
+
+
+class _Errors(AbstractContextManager[None]):
+    # Not a generator, which would cost a lock as much time as to build its commands.
+    __slots__ = ("_action", "_store")
+
+    def __init__(self, store: Store, action: str) -> None:
+        self._store, self._action = store, action
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and isinstance(error, self._store.client_errors):
+            raise self._store.explain(self._action, error) from error

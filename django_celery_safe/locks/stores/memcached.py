@@ -51,8 +51,6 @@ GONE: Final = -1
 class MemcachedStore(Store):
     """Locks in one memcached server."""
 
-    fences: ClassVar[bool] = False
-    lists: ClassVar[bool] = False
     #: memcached's clock ticks once a second: a lease of 1 s may end at once.
     shortest_lease: ClassVar[float] = 2.0
     #: memcached reads an expiry of more than 30 days as a timestamp, usually one in the past.
@@ -96,9 +94,6 @@ class MemcachedStore(Store):
 
     def peek(self, name: str) -> HeldLock | None:
         return self._find("peek", name)
-
-    def emptied_with(self) -> object:
-        return self._server.server
 
     def ask_time(self) -> float:
         # Whole seconds, of a clock that may be a tick behind: use the middle of the range.

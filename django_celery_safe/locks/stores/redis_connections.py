@@ -69,12 +69,6 @@ class Connections:
         # Otherwise Python would warn of sockets that it collects as part of a cycle.
         weakref.finalize(self, _close, self.idle).atexit = False
 
-    @property
-    def server(self) -> object:
-        """Which database of which server it is; in Sentinel, the name of its primary."""
-        places = [self.options.get(name) for name in ("host", "port", "path")]
-        return (getattr(self._pool, "service_name", None), *places, self.options.get("db") or 0)
-
     def connect(self) -> None:
         """Open a connection for the next request."""
         self.idle.append(self._open())
@@ -114,10 +108,6 @@ class Connections:
         if pop is not None:
             time.sleep(random.uniform(0, PAUSE))  # noqa: S311
         return self._use(self._open(within), command, within), True
-
-    def ask_each(self, *command: str) -> list[Any]:
-        """Return the answer of each server, of which there is one."""
-        return [self.ask(command)[0]]
 
     def _take_idle(self, within: float | None) -> Any:
         while self.idle:
