@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from django.conf import settings as django_settings
 from django.core.cache import caches
 from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
+from django.core.signals import setting_changed
 from django.utils.connection import ConnectionDoesNotExist
 from django.utils.module_loading import import_string
 
@@ -93,14 +94,7 @@ def locate() -> Location:
 
 def get_store() -> Store:
     """Return this process's store in that place."""
-    project, opened, store = _StoreCache.current
-    # Each acquisition asks, so look again only if a setting has changed.
-    if store is None or project != conf.given() or opened is not caches._connections:  # type: ignore[attr-defined]
-        location = locate()
-        store = location.store()
-        if location.kind == "cache":
-            _StoreCache.current = dict(conf.given()), _opened_caches(), store
-    return store
+    return locate().store()
 
 
 def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[HeldLock]:
@@ -152,45 +146,25 @@ def release_lock(lock: HeldLock) -> bool:
     return True
 
 
-class _StoreCache:
-    """The stores that this process has used, and Django's ``caches`` that they were made for."""
+# Of threads that ask at the same time, each may get a store of its own: each store has its own
+# connections, and its own threads that renew its leases.
+@lru_cache
+def _cache_store(alias: str) -> Store:
+    try:
+        return _make_cache_store(alias, _find_cache(alias))
+    except ImportError as error:
+        raise _not_imported(alias, error) from error
 
-    stores: dict[str, Store] = {}
-    caches: object = None
-    #: The settings with which the last store in a cache was found, Django's caches, the store.
-    current: tuple[dict[str, Any], object, Store | None] = {}, None, None
 
-    @classmethod
-    def forget(cls) -> None:
-        """Make new stores from now on."""
-        cls.stores.clear()
-        cls.current = {}, None, None
+def _forget(setting: str = "CACHES", **kwargs: Any) -> None:
+    if setting == "CACHES":
+        _cache_store.cache_clear()
 
 
 # A forked child must not use its parent's connections.
-os.register_at_fork(after_in_child=_StoreCache.forget)
-
-
-def _opened_caches() -> object:
-    # Looking up the cache would cost more than everything else before a request. Django replaces
-    # this when the setting CACHES changes.
-    return caches._connections  # type: ignore[attr-defined]
-
-
-def _cache_store(alias: str) -> Store:
-    current = _opened_caches()
-    if _StoreCache.caches is not current:
-        _StoreCache.stores, _StoreCache.caches = {}, current
-    store = _StoreCache.stores.get(alias)
-    if store is None:
-        # Threads that arrive at the same time may make several stores, but all use the first:
-        # each store has its own threads that renew its leases.
-        try:
-            store = _make_cache_store(alias, _find_cache(alias))
-        except ImportError as error:
-            raise _not_imported(alias, error) from error
-        store = _StoreCache.stores.setdefault(alias, store)
-    return store
+os.register_at_fork(after_in_child=_forget)
+# By override_settings.
+setting_changed.connect(_forget, dispatch_uid=__name__)
 
 
 def _find_cache(alias: str) -> Any:
@@ -246,15 +220,15 @@ def _database_store(alias: str) -> Store:
     return _kept_database_store(alias)
 
 
-def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
-    return f"It has: {', '.join(sorted(setting))}.{conf.did_you_mean(alias, setting)}"
-
-
 @lru_cache
 def _kept_database_store(alias: str) -> Store:
     from .database import DatabaseStore
 
     return DatabaseStore(alias)
+
+
+def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
+    return f"It has: {', '.join(sorted(setting))}.{conf.did_you_mean(alias, setting)}"
 
 
 def _lazily(path: str) -> Callable[[str, BaseCache], Store]:
