@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from django.conf import settings as django_settings
-from django.core.cache import caches
+from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
 from django.core.signals import setting_changed
 from django.utils.connection import ConnectionDoesNotExist
@@ -88,8 +88,10 @@ class Location(NamedTuple):
 
 def locate() -> Location:
     """Return where the settings say that locks live."""
-    database, cache = conf.get_each("LOCK_DATABASE", "LOCK_CACHE")
-    return Location("cache", cache) if database is None else Location("database", database)
+    project = conf.given()  # not by get(): any alias is valid, and each acquisition asks
+    if (database := project.get("LOCK_DATABASE")) is not None:
+        return Location("database", database)
+    return Location("cache", project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
 
 
 def get_store() -> Store:

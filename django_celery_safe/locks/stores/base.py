@@ -12,7 +12,7 @@ import random
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
@@ -190,9 +190,13 @@ class Store(LeaseStore):
             f"by its name; for a list use Redis or LOCK_DATABASE."
         )
 
-    def errors(self, action: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
         """Turn the client's errors into :class:`LockBackendError` for ``action``."""
-        return _Errors(self, action)
+        try:
+            yield
+        except self.client_errors as error:
+            raise self.explain(action, error) from error
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         """Return an error that explains the client's error."""
@@ -249,15 +253,3 @@ class Store(LeaseStore):
     def ask_time(self) -> float | None:
         """Return the time of the server's clock, seconds since the epoch; None: it has no clock."""
         return None
-
-
-class _Errors(AbstractContextManager[None]):
-    # Not a generator, which would cost a lock as much time as to build its commands.
-    __slots__ = ("_action", "_store")
-
-    def __init__(self, store: Store, action: str) -> None:
-        self._store, self._action = store, action
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None and isinstance(error, self._store.client_errors):
-            raise self._store.explain(self._action, error) from error

@@ -41,18 +41,9 @@ from ...leases.holder import (
     split_place,
 )
 from ...leases.store import Renewable, Renewal
+from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop
-from .redis_scripts import (
-    ACQUIRE,
-    ACQUIRE_PLACE,
-    EXTEND,
-    PAGE_OF_LOCKS,
-    PEEK,
-    RELEASE,
-    TIME,
-    Script,
-)
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -73,13 +64,10 @@ SHORTEST_POP: Final = 0.05
 LONGEST_POP: Final = 1.0
 #: How long a waiter's mark lasts, ms: a pop, plus the round trip.
 MARK_LASTS: Final = "2000"
-
-
 #: Keys without the cache's prefix: of a lock (its name follows), of the counter, of the list.
 LOCK_KEY: Final = "celery_safe:lock:"
 FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
-
 #: Locks whose keys a store remembers at most.
 MOST_KNOWN: Final = 10_000
 
@@ -125,14 +113,6 @@ REFUSALS: Final = {
 #: Errors that only a Redis Cluster node returns.
 OF_CLUSTER: Final = re.compile(
     r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
-)
-NO_CLIENT: Final = (
-    "it is a node of Redis Cluster, and the cache's client is a plain one, which asks that node "
-    "for the keys of all others"
-)
-USE_CLIENT: Final = (
-    "Give the cache a client for Redis Cluster (docs/how-to/choose-where-locks-live.md shows "
-    "how), or use one Redis, or set LOCK_DATABASE to a database alias."
 )
 
 
@@ -192,13 +172,15 @@ class RedisStore(Store):
         elif along is not None:
             keys.append(self._keys(along.name).lock)
             args += [along.token, _milliseconds(min(seconds, along.seconds))]
-        with self.errors("acquire"):
-            script = ACQUIRE if limit == 1 else ACQUIRE_PLACE
+        try:  # errors() would take as long as to build the command
+            script = scripts.ACQUIRE if limit == 1 else scripts.ACQUIRE_PLACE
             place, found, *left = self._run(script, keys, args, pop=pop)[0]
             if not left:
                 return Acquired(int(found), place)
             # The lock is held, perhaps by this token: the request may have been repeated.
             lock = _read_lock(place_name(name, place), found, *left)
+        except self.client_errors as error:
+            raise self.explain("acquire", error) from error
         return Acquired(lock.fence, place) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
@@ -214,11 +196,13 @@ class RedisStore(Store):
         if along is not None:
             keys.append(self._keys(along.name).lock)
             args.append(along.token)
-        with self.errors("release"):
-            freed, is_repeat = self._run(RELEASE, keys, args)
+        try:
+            freed, is_repeat = self._run(scripts.RELEASE, keys, args)
             # The lease was certain when the first try was sent, so that try freed the lock,
             # although its answer was lost.
             return int(freed) == 1 or (is_repeat and remaining is not None and remaining > 0)
+        except self.client_errors as error:
+            raise self.explain("release", error) from error
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
@@ -247,11 +231,11 @@ class RedisStore(Store):
             del leases[1:]  # the script extends all that follow by the last
         with self.errors("extend"):
             args = (tokens, " ".join(map(_milliseconds, leases)))
-            return set(map(int, self._run(EXTEND, keys, args, within)[0]))
+            return set(map(int, self._run(scripts.EXTEND, keys, args, within)[0]))
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
-            (value, left), _ = self._run(PEEK, [self._keys(name).lock], [])
+            (value, left), _ = self._run(scripts.PEEK, [self._keys(name).lock], [])
             return None if value is None else _read_lock(name, value, left)
 
     def iter_locks(self) -> Iterator[HeldLock]:
@@ -262,7 +246,8 @@ class RedisStore(Store):
         cursor = "0"
         while True:
             with self.errors("list"):
-                (now, after, flat), _ = self._run(PAGE_OF_LOCKS, [index], [cursor, str(PAGE)])
+                args = [cursor, str(PAGE)]
+                (now, after, flat), _ = self._run(scripts.PAGE_OF_LOCKS, [index], args)
                 cursor, keys = after.decode(), flat[::2]
                 values = self._connections.ask(("MGET", *keys))[0] if keys else []
                 page = [
@@ -301,14 +286,17 @@ class RedisStore(Store):
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
-            seconds, microseconds = self._run(TIME, [self._keys("").listing], [])[0]
+            seconds, microseconds = self._run(scripts.TIME, [self._keys("").listing], [])[0]
             return int(seconds) + int(microseconds) / 1_000_000
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
         if OF_CLUSTER.search(text):
             return ConfigurationError(
-                f"{self.where} can't hold locks: {NO_CLIENT} ({text}). {USE_CLIENT}"
+                f"{self.where} can't hold locks: it is a node of Redis Cluster, and the cache's "
+                f"client is a plain one, which asks that node for the keys of all others ({text}). "
+                f"Give the cache a client for Redis Cluster (docs/how-to/choose-where-locks-live.md"
+                f" shows how), or use one Redis, or set LOCK_DATABASE to a database alias."
             )
         return super().explain(action, error)
 
@@ -317,7 +305,7 @@ class RedisStore(Store):
 
     def _run(
         self,
-        script: Script,
+        script: scripts.Script,
         keys: Sequence[str],
         args: Sequence[str],
         within: float | None = None,

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from redis import exceptions
 from redis.backoff import NoBackoff
@@ -146,7 +146,7 @@ class Connections:
         within: float | None = None,
         pop: Pop | None = None,
     ) -> Any:
-        packed, refused = _pack(command), None
+        packed, refused = _pack(command), cast("Exception | None", None)
         if pop is not None:
             packed = _pack(("BLPOP", pop[0], str(pop[1]))) + packed
             within = pop[1] + POP_MARGIN
@@ -156,7 +156,10 @@ class Connections:
             if within is not None and not connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
             if pop is not None:
-                refused = _read_refusal(connection)
+                try:
+                    connection.read_response(disable_decoding=True)
+                except exceptions.ResponseError as error:
+                    refused = error
             answer = connection.read_response(disable_decoding=True)
         except exceptions.ResponseError as error:
             # A replica that was the primary before; the next connection finds the new one. For a
@@ -186,11 +189,3 @@ def _close(connections: list[Any]) -> None:
     with suppress(IndexError):  # another thread may take the last one
         while connections:
             connections.pop().disconnect()
-
-
-def _read_refusal(connection: Any) -> Exception | None:
-    try:
-        connection.read_response(disable_decoding=True)
-    except exceptions.ResponseError as error:
-        return error
-    return None
