@@ -102,7 +102,8 @@ def try_acquire(
     task, request = lock.run or _find_run()
     holder = describe_holder(task, request, renew, seconds)
     along = lock.along if store.carries and limit == 1 else None
-    store.connect()
+    if store.greets:
+        store.connect()
     asked_at = clock.now()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit, along))

@@ -111,6 +111,8 @@ class Store(LeaseStore):
     limits: ClassVar[bool] = False
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
+    #: Whether a new connection has a greeting, which is not to be a part of a lease.
+    greets: ClassVar[bool] = False
     #: Whether a request for one lock may carry another along, which is then no request of its own.
     carries: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
@@ -125,7 +127,7 @@ class Store(LeaseStore):
     refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def connect(self) -> None:
-        """Have an open connection for the next request: its greeting is no part of a lease."""
+        """Have an open connection for the next request, if the store :attr:`greets`."""
 
     @abstractmethod
     def take(self, request: LockRequest) -> Acquired | HeldLock:

@@ -93,15 +93,16 @@ class LocalStore(Store):
             )
         memory = self._memory()
         with memory.mutex:
-            names = place_names(request.name, request.limit)
-            place = choose_place(list(map(memory.find, names)), request)
-            if not isinstance(place, int):
-                return place
-            memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
             _, token, seconds, holder, _, limit, _ = request
-            memory.put(
-                HeldLock(names[place - 1], token, None, memory.fence, holder, limit), seconds
-            )
+            name, place = request.name, 1
+            if limit > 1 or memory.find(name) is not None:
+                names = place_names(name, limit)
+                chosen = choose_place(list(map(memory.find, names)), request)
+                if not isinstance(chosen, int):
+                    return chosen
+                name, place = names[chosen - 1], chosen
+            memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
+            memory.put(HeldLock(name, token, None, memory.fence, holder, limit), seconds)
             return Acquired(memory.fence, place)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:

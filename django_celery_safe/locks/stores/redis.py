@@ -70,7 +70,6 @@ FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
 #: Locks whose keys a store remembers at most.
 MOST_KNOWN: Final = 10_000
-
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
 HARMLESS: Final = (
@@ -132,6 +131,7 @@ class RedisStore(Store):
         client: The client that writes for ``cache``; None: take it from the cache.
     """
 
+    greets: ClassVar[bool] = True
     carries: ClassVar[bool] = True
     limits: ClassVar[bool] = True
     connections_class: ClassVar[Any] = Connections
