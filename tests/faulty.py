@@ -120,8 +120,7 @@ class ForgetfulFenceStore(RedisStore):
         if not isinstance(outcome, Acquired):
             return outcome
         with self.errors("acquire"):
-            key = self._keys("fences of a broken store").lock
-            fence = int(self._connections.ask(("INCR", key))[0])
+            fence = int(self._connections.ask(("INCR", self._keys("fences").lock))[0])
             return outcome._replace(fence=fence)
 
 
