@@ -40,7 +40,7 @@ from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
 from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
-from ..locks.lock import LockOptions
+from ..locks.acquisition import LockOptions
 from ..locks.stores import get_store
 from ..texts import get_logger
 from .keys import call_key

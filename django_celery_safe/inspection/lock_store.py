@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from django.conf import settings
 from django.core import checks
+from django.core.cache import DEFAULT_CACHE_ALIAS
 from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS
 
@@ -21,7 +22,7 @@ from .. import conf
 from ..exceptions import CelerySafeError, LockBackendError
 from ..foreign_errors import describe_error
 from ..leases.holder import describe_holder
-from ..locks.stores import USE_INSTEAD, emptied_with_locks, locate
+from ..locks.stores import USE_INSTEAD, locate
 from ..locks.stores.base import LockRequest, Store
 from ..texts import printable
 
@@ -110,12 +111,24 @@ def _find_sqlite(alias: object) -> Iterator[CheckMessage]:
 
 def _find_clearing(store: Store) -> Iterator[CheckMessage]:
     """Yield W002 if ``cache.clear()`` frees the locks along with other things."""
-    if shared := emptied_with_locks(locate()):
-        along = ", ".join(shared)
+    kind, own = locate()
+    if kind != "cache" or not store.shared:
+        return  # LocMemCache does not hold them itself
+    others = [alias for alias in settings.CACHES if alias != own and _place(alias) == _place(own)]
+    along = ", ".join(f'CACHES["{alias}"]' for alias in others)
+    if own == DEFAULT_CACHE_ALIAS:
+        along = "everything else in the project's default cache"
+    if along:
         text = f"Locks live in {store.where}: a cache.clear() frees all of them along with {along}."
         hint = "Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis "
         hint += "Cluster: a cluster) of its own, and a KEY_PREFIX if other projects share that."
         yield fault("W002", text, hint)
+
+
+def _place(alias: str) -> tuple[object, object]:
+    """Return the server and database of a cache, as far as its settings tell."""
+    given: dict[str, Any] = settings.CACHES[alias]
+    return given.get("LOCATION", alias), given.get("OPTIONS", {}).get("db")
 
 
 def try_lock(store: Store) -> list[CheckMessage]:

@@ -7,7 +7,8 @@ one file for each place where locks can live; ``leases`` renews the locks that a
 
 from .. import conf
 from ..leases.holder import HeldLock
-from .lock import CacheLock, LockOptions
+from .acquisition import LockOptions
+from .lock import CacheLock
 from .stores import find_lock, iter_locks, release_lock
 
 __all__ = ["CacheLock", "HeldLock", "cache_lock", "find_lock", "iter_locks", "release_lock"]

@@ -1,4 +1,4 @@
-"""One attempt to acquire a lock: describe the holder, ask the store, return a lease."""
+"""One attempt to acquire a lock: its options, its holder, the store's answer, and the lease."""
 
 from __future__ import annotations
 
@@ -7,16 +7,49 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery._state import get_current_task
+from django.core.exceptions import SynchronousOnlyOperation
 
-from ..exceptions import CelerySafeError, LockBackendError
+from .. import conf
+from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, describe_holder, place_name, place_names
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
 from .stores.base import Acquired, LockRequest, Store
+
+#: Errors before any request to the store: the lock is still held, and can be released after the
+#: transaction, or outside the event loop.
+NOT_SENT: Final = (WrongTransaction, SynchronousOnlyOperation)
+
+
+class LockOptions(NamedTuple):
+    """
+    The validated options of a lock; see :func:`cache_lock`.
+
+    Attributes:
+        timeout: Length of the lease, s; unset: ``LOCK_TIMEOUT``.
+        blocking_timeout: Longest time to wait, s; None: for ever.
+        limit: How many may hold the lock at once.
+    """
+
+    timeout: float | conf.Unset = conf.UNSET
+    blocking_timeout: float | None = 0.0
+    limit: int = 1
+
+
+class Mine(threading.local):
+    """The part of a lock object that each thread has for itself."""
+
+    #: The lease of the current acquisition; None: this thread does not hold the lock.
+    lease: Lease[Store] | None = None
+    fence: int | None = None
+    #: The lock as the last failed attempt saw it, with its holder.
+    contender: HeldLock | None = None
+    #: Whether the block has asked if it has the lock.
+    asked = False
 
 
 class _Mark:

@@ -10,21 +10,12 @@ import asyncio
 import functools
 import math
 import os
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
-
-from django.core.exceptions import SynchronousOnlyOperation
+from typing import Any, ParamSpec, Self, TypeVar
 
 from .. import conf
 from ..events import LOCK_LOST, LOCK_NOT_RELEASED
-from ..exceptions import (
-    CelerySafeError,
-    ConfigurationError,
-    LockLost,
-    LockNotAcquired,
-    WrongTransaction,
-)
+from ..exceptions import CelerySafeError, ConfigurationError, LockLost, LockNotAcquired
 from ..foreign_errors import ExcInfo
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, holder_text
@@ -32,40 +23,13 @@ from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
-from .acquisition import give_back, record_lost, try_acquire
+from .acquisition import NOT_SENT, LockOptions, Mine, give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
 from .stores.base import Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class LockOptions(NamedTuple):
-    """
-    The validated options of a lock; see :func:`cache_lock`.
-
-    Attributes:
-        timeout: Length of the lease, s; unset: ``LOCK_TIMEOUT``.
-        blocking_timeout: Longest time to wait, s; None: for ever.
-        limit: How many may hold the lock at once.
-    """
-
-    timeout: float | conf.Unset = conf.UNSET
-    blocking_timeout: float | None = 0.0
-    limit: int = 1
-
-
-class _Mine(threading.local):
-    """The part of a lock object that each thread has for itself."""
-
-    #: The lease of the current acquisition; None: this thread does not hold the lock.
-    lease: Lease[Store] | None = None
-    fence: int | None = None
-    #: The lock as the last failed attempt saw it, with its holder.
-    contender: HeldLock | None = None
-    #: Whether the block has asked if it has the lock.
-    asked = False
 
 
 class CacheLock:
@@ -82,7 +46,7 @@ class CacheLock:
         if not isinstance(name, str) or not name:
             raise conf.wrong(name, "name", "name of a lock: give a non-empty str")
         self.name, self._options = name, options
-        self._mine = _Mine()
+        self._mine = Mine()
         #: The decorated function that the lock guards; None: a block.
         self.function: Callable[..., Any] | None = None
         #: The task and the request that run, if the maker of the lock knows them; None: look.
@@ -182,18 +146,15 @@ class CacheLock:
                 released = store.release(*facts)
             else:
                 released, self.along = store.release_along(*facts, self.along), None
-        except (WrongTransaction, SynchronousOnlyOperation):
-            # No request was sent to the store, so the lock can still be released: after the
-            # transaction, or outside the event loop.
+        except NOT_SENT:
             self._mine.lease = lease
             self._keep_renewed(lease)
             refuse_event_loop(self.name)
             raise
-        except CelerySafeError:
-            raise
-        except BaseException:
-            renewer.remove(lease)
-            give_back(lease.store, lease.token, lease.name)
+        except BaseException as error:
+            if not isinstance(error, CelerySafeError):
+                renewer.remove(lease)
+                give_back(lease.store, lease.token, lease.name)
             raise
         if released:
             if has_block() and (aliases := aliases_in_atomic()):
@@ -221,8 +182,7 @@ class CacheLock:
         refuse_event_loop(self.name)
         lease.store.check_lease(seconds)
         try:
-            if lease.lost or not renewer.extend(lease, seconds):
-                self._raise_lost(lease)
+            self._extend(lease, seconds)
         finally:
             if not lease.lost:
                 self._keep_renewed(lease)  # the next renewal may be due sooner now
@@ -244,8 +204,7 @@ class CacheLock:
         self._mine.asked = True
         lease = self._our_lease()
         refuse_event_loop(self.name)
-        if lease.lost or not renewer.extend(lease, lease.seconds):
-            self._raise_lost(lease)
+        self._extend(lease, lease.seconds)
 
     @property
     def held(self) -> bool:
@@ -369,19 +328,18 @@ class CacheLock:
 
     def _take_back(self) -> None:
         """Free the lock if the interrupted attempt had acquired it."""
-        lease = self._mine.lease
-        if lease is not None:
+        if (lease := self._mine.lease) is not None:
             self._forget()
             give_back(lease.store, lease.token, lease.name)
 
     def _our_lease(self) -> Lease[Store]:
-        lease = self.lease
-        if lease is None:
+        if (lease := self.lease) is None:
             raise self.not_acquired()
         return lease
 
-    def _raise_lost(self, lease: Lease[Store]) -> NoReturn:
-        raise LockLost(self.name, holder_text(record_lost(lease)))
+    def _extend(self, lease: Lease[Store], seconds: float) -> None:
+        if lease.lost or not renewer.extend(lease, seconds):
+            raise LockLost(self.name, holder_text(record_lost(lease)))
 
 
 def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:

@@ -111,7 +111,7 @@ def listing_of(name: str) -> str:
     """Return the key of the list that a lock stands in."""
     store = locate().store()
     assert isinstance(store, ClusterStore)
-    return store._keys[name].listing
+    return store._keys(name).listing
 
 
 def name_at(server: RedisClusterServer, node: RedisServer) -> str:

@@ -200,9 +200,9 @@ MUTATIONS = {
             "a release in local memory frees the lock of the next holder",
         ),
         M(
-            "locks.lock:_Mine",
-            "class _Mine(threading.local):",
-            "class _Mine:",
+            "locks.acquisition:Mine",
+            "class Mine(threading.local):",
+            "class Mine:",
             "a thread can release a lock that another one holds through the same object",
         ),
         M(

@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from django.conf import settings as django_settings
-from django.core.cache import caches
+from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
+from django.core.signals import setting_changed
 from django.utils.connection import ConnectionDoesNotExist
 from django.utils.module_loading import import_string
 
@@ -87,20 +88,15 @@ class Location(NamedTuple):
 
 def locate() -> Location:
     """Return where the settings say that locks live."""
-    database, cache = conf.get_each("LOCK_DATABASE", "LOCK_CACHE")
-    return Location("cache", cache) if database is None else Location("database", database)
+    project = conf.given()  # not by get(): any alias is valid, and each acquisition asks
+    if (database := project.get("LOCK_DATABASE")) is not None:
+        return Location("database", database)
+    return Location("cache", project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
 
 
 def get_store() -> Store:
     """Return this process's store in that place."""
-    project, opened, store = _StoreCache.current
-    # Each acquisition asks, so look again only if a setting has changed.
-    if store is None or project != conf.given() or opened is not caches._connections:  # type: ignore[attr-defined]
-        location = locate()
-        store = location.store()
-        if location.kind == "cache":
-            _StoreCache.current = dict(conf.given()), _opened_caches(), store
-    return store
+    return locate().store()
 
 
 def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[HeldLock]:
@@ -152,66 +148,25 @@ def release_lock(lock: HeldLock) -> bool:
     return True
 
 
-def emptied_with_locks(location: Location) -> list[str]:
-    """Return, as text for messages, what a ``clear()`` would empty along with the locks."""
-    emptied = location.store().emptied_with()
-    if emptied is None:
-        return []
-    if location.alias == "default":
-        return ["everything else in the project's default cache"]
-    return [
-        f'CACHES["{alias}"]'
-        for alias in django_settings.CACHES
-        if alias != location.alias and _emptied_with(alias) == emptied
-    ]
-
-
-def _emptied_with(alias: str) -> object:
+# Of threads that ask at the same time, each may get a store of its own: each store has its own
+# connections, and its own threads that renew its leases.
+@lru_cache
+def _cache_store(alias: str) -> Store:
     try:
-        return Location("cache", alias).store().emptied_with()
-    except Exception:  # noqa: BLE001 - a fault of another alias is not for this question
-        return None
+        return _make_cache_store(alias, _find_cache(alias))
+    except ImportError as error:
+        raise _not_imported(alias, error) from error
 
 
-class _StoreCache:
-    """The stores that this process has used, and Django's ``caches`` that they were made for."""
-
-    stores: dict[str, Store] = {}
-    caches: object = None
-    #: The settings with which the last store in a cache was found, Django's caches, the store.
-    current: tuple[dict[str, Any], object, Store | None] = {}, None, None
-
-    @classmethod
-    def forget(cls) -> None:
-        """Make new stores from now on."""
-        cls.stores.clear()
-        cls.current = {}, None, None
+def _forget(setting: str = "CACHES", **kwargs: Any) -> None:
+    if setting == "CACHES":
+        _cache_store.cache_clear()
 
 
 # A forked child must not use its parent's connections.
-os.register_at_fork(after_in_child=_StoreCache.forget)
-
-
-def _opened_caches() -> object:
-    # Looking up the cache would cost more than everything else before a request. Django replaces
-    # this when the setting CACHES changes.
-    return caches._connections  # type: ignore[attr-defined]
-
-
-def _cache_store(alias: str) -> Store:
-    current = _opened_caches()
-    if _StoreCache.caches is not current:
-        _StoreCache.stores, _StoreCache.caches = {}, current
-    store = _StoreCache.stores.get(alias)
-    if store is None:
-        # Threads that arrive at the same time may make several stores, but all use the first:
-        # each store has its own threads that renew its leases.
-        try:
-            store = _make_cache_store(alias, _find_cache(alias))
-        except ImportError as error:
-            raise _not_imported(alias, error) from error
-        store = _StoreCache.stores.setdefault(alias, store)
-    return store
+os.register_at_fork(after_in_child=_forget)
+# By override_settings.
+setting_changed.connect(_forget, dispatch_uid=__name__)
 
 
 def _find_cache(alias: str) -> Any:
@@ -267,15 +222,15 @@ def _database_store(alias: str) -> Store:
     return _kept_database_store(alias)
 
 
-def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
-    return f"It has: {', '.join(sorted(setting))}.{conf.did_you_mean(alias, setting)}"
-
-
 @lru_cache
 def _kept_database_store(alias: str) -> Store:
     from .database import DatabaseStore
 
     return DatabaseStore(alias)
+
+
+def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
+    return f"It has: {', '.join(sorted(setting))}.{conf.did_you_mean(alias, setting)}"
 
 
 def _lazily(path: str) -> Callable[[str, BaseCache], Store]:

@@ -107,16 +107,10 @@ class Eviction(NamedTuple):
 class Store(LeaseStore):
     """A place where locks live."""
 
-    #: Whether every acquisition gets a number greater than those of all earlier acquisitions.
-    fences: ClassVar[bool] = True
-    #: Whether :meth:`iter_locks` works.
-    lists: ClassVar[bool] = True
     #: Whether a lock may have several holders.
     limits: ClassVar[bool] = False
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
-    #: Whether a release wakes a waiter; otherwise waiters poll.
-    wakes: ClassVar[bool] = False
     #: Whether a new connection has a greeting, which is not to be a part of a lease.
     greets: ClassVar[bool] = False
     #: Whether a request for one lock may carry another along, which is then no request of its own.
@@ -245,10 +239,6 @@ class Store(LeaseStore):
     def nearest_lease(self, seconds: float) -> float:
         """Return the lease nearest to ``seconds`` that this store can keep."""
         return min(max(seconds, self.shortest_lease), self.longest_lease)
-
-    def emptied_with(self) -> object:
-        """Return a value equal for stores that one ``clear()`` empties together; None: none."""
-        return None
 
     def ask_eviction(self) -> Eviction | None:
         """Ask the server how it makes room when memory is short; None: it can't say."""

@@ -93,22 +93,16 @@ class LocalStore(Store):
             )
         memory = self._memory()
         with memory.mutex:
+            _, token, seconds, holder, _, limit, _ = request
             name, place = request.name, 1
-            if request.limit > 1 or memory.find(name) is not None:
-                names = place_names(name, request.limit)
+            if limit > 1 or memory.find(name) is not None:
+                names = place_names(name, limit)
                 chosen = choose_place(list(map(memory.find, names)), request)
                 if not isinstance(chosen, int):
                     return chosen
                 name, place = names[chosen - 1], chosen
             memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
-            lock = HeldLock(
-                name,
-                request.token,
-                fence=memory.fence,
-                holder=request.holder,
-                limit=request.limit,
-            )
-            memory.put(lock, request.seconds)
+            memory.put(HeldLock(name, token, None, memory.fence, holder, limit), seconds)
             return Acquired(memory.fence, place)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing
 from typing import Any, ClassVar, Final, TypeVar
 
 from pymemcache.client.base import Client
@@ -20,6 +20,7 @@ from pymemcache.exceptions import (
     MemcacheServerError,
     MemcacheUnexpectedCloseError,
 )
+from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
 from ...leases.store import Renewable
@@ -34,14 +35,10 @@ NOT_OURS: Final = {
 }
 #: Prefix of a lock's name in its key.
 PREFIX: Final = "celery_safe:lock:"
-#: How many times to try to acquire or read a lock that appears and disappears in between.
-TRIES: Final = 5
 #: The result of ``gets`` for every item on a server without compare-and-set.
 NO_CAS: Final = b"0"
 #: Longest key that memcached accepts, bytes.
 LONGEST_KEY: Final = 250
-#: Idle connections that are kept: one for each thread that was busy at the same time.
-MOST_IDLE: Final = 20
 #: Tick of the server's clock, s.
 TICK: Final = 1
 #: Expiry that removes an item at once, like DELETE.
@@ -51,8 +48,6 @@ GONE: Final = -1
 class MemcachedStore(Store):
     """Locks in one memcached server."""
 
-    fences: ClassVar[bool] = False
-    lists: ClassVar[bool] = False
     #: memcached's clock ticks once a second: a lease of 1 s may end at once.
     shortest_lease: ClassVar[float] = 2.0
     #: memcached reads an expiry of more than 30 days as a timestamp, usually one in the past.
@@ -70,20 +65,18 @@ class MemcachedStore(Store):
         (self._server,) = cache._cache.clients.values()
         given = {**cache._cache.default_kwargs, "default_noreply": False}
         self._options = {name: given[name] for name in given.keys() - NOT_OURS}
-        self._idle: list[Client] = []
+        #: Connections: as many as threads that were busy at the same time.
+        self._pool = ObjectPool(self._connect, after_remove=Client.close)
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token = request.name, request.token
         key, value = self._key(name), (token + encode_holder(name, request.holder)).encode()
         expire = _expiry(request.seconds)
-        for _ in range(TRIES):
-            if self._use("acquire", lambda client: client.add(key, value, expire=expire)):
-                return Acquired(None)
-            lock = self._find("acquire", name)
-            if lock is not None:
-                return Acquired(None) if lock.token == token else lock
-        # Others acquired and released it each time: report it as held a moment ago.
-        return HeldLock(name)
+        if self._use("acquire", lambda client: client.add(key, value, expire=expire)):
+            return Acquired(None)
+        # None: its holder released it in between: report it as held a moment ago.
+        lock = self._find("acquire", name) or HeldLock(name)
+        return Acquired(None) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return self._replace("release", name, token, GONE)
@@ -97,17 +90,13 @@ class MemcachedStore(Store):
     def peek(self, name: str) -> HeldLock | None:
         return self._find("peek", name)
 
-    def emptied_with(self) -> object:
-        return self._server.server
-
     def ask_time(self) -> float:
         # Whole seconds, of a clock that may be a tick behind: use the middle of the range.
         return float(int(self._use("tell the time", Client.stats)[b"time"]) + TICK)
 
     def close(self) -> None:
-        with suppress(IndexError):  # another thread may take the last one
-            while self._idle:
-                self._idle.pop().close()
+        while self._pool.free:  # if another thread takes the last one, a new one is closed
+            self._pool.destroy(self._pool.get())
 
     def _find(self, action: str, name: str) -> HeldLock | None:
         key = self._key(name)
@@ -146,33 +135,25 @@ class MemcachedStore(Store):
             within: Longest time for each step, s, on a connection for this use; None: the cache's.
         """
         with self.errors(action):
-            try:
-                if within is None:
-                    return self._ask(self._idle.pop(), ask)
-            except IndexError:
-                pass  # none is idle
-            except (ConnectionError, MemcacheUnexpectedCloseError):
-                self.close()  # the others broke, too
-            return self._ask(self._connect(within), ask, keeps=within is None)
+            if within is not None:
+                with closing(self._connect(within)) as client:
+                    return ask(client)
+            while True:
+                is_idle = bool(self._pool.free)
+                try:
+                    # A late answer would be taken for another request's.
+                    with self._pool.get_and_release(destroy_on_fail=True) as client:
+                        return ask(client)
+                except (ConnectionError, MemcacheUnexpectedCloseError):
+                    if not is_idle:
+                        raise
 
-    def _connect(self, within: float | None) -> Client:
-        bounds = {}
-        for timeout in ("connect_timeout", "timeout") if within is not None else ():
-            own = self._options.get(timeout)
-            bounds[timeout] = within if own is None else min(own, within)
-        return Client(self._server.server, **{**self._options, **bounds})
-
-    def _ask(self, client: Client, ask: Callable[[Client], T], *, keeps: bool = True) -> T:
-        try:
-            answer = ask(client)
-            if keeps and len(self._idle) < MOST_IDLE:
-                self._idle.append(client)
-                return answer
-        except BaseException:  # a late answer would be taken for another request's
-            client.close()
-            raise
-        client.close()
-        return answer
+    def _connect(self, within: float = math.inf) -> Client:
+        options = dict(self._options)
+        for timeout in ("connect_timeout", "timeout") if within < math.inf else ():
+            own = options.get(timeout)
+            options[timeout] = within if own is None else min(own, within)
+        return Client(self._server.server, **options)
 
     def _key(self, name: str) -> str:
         key = str(self._cache.make_key(PREFIX + plain_name(name)))

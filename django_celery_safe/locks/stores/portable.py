@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from django.conf import settings
 from django.core.cache import caches
 
 from ...exceptions import LockBackendError
@@ -37,8 +36,6 @@ NO_DELETE: Final = 3.0
 class PortableStore(Store):
     """Locks in a cache that is only known to have Django's cache API."""
 
-    fences: ClassVar[bool] = False
-    lists: ClassVar[bool] = False
     #: A lock with a shorter lease would never be freed before its end, see NO_DELETE;
     #: caches count whole seconds.
     shortest_lease: ClassVar[float] = 5.0
@@ -92,10 +89,6 @@ class PortableStore(Store):
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
             return self._find(name)
-
-    def emptied_with(self) -> object:
-        given = settings.CACHES[self._alias]
-        return given["BACKEND"], given.get("LOCATION", self._alias)
 
     def _extend(self, name: str, token: str, seconds: float) -> bool:
         # Checked again afterwards, because touch() may have extended another holder's lock.

@@ -20,22 +20,20 @@ import math
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from redis.exceptions import NoScriptError
 
 from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.holder import (
-    GARBLED,
     PLACE,
     TOKEN_LENGTH,
     HeldLock,
     decode_holder,
-    decode_holders,
     encode_holder,
     place_name,
     place_names,
@@ -43,9 +41,9 @@ from ...leases.holder import (
     split_place,
 )
 from ...leases.store import Renewable, Renewal
+from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop
-from .redis_scripts import ACQUIRE, ACQUIRE_PLACE, EXTEND, PAGE_OF_LOCKS, PEEK, RELEASE, Script
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -66,18 +64,12 @@ SHORTEST_POP: Final = 0.05
 LONGEST_POP: Final = 1.0
 #: How long a waiter's mark lasts, ms: a pop, plus the round trip.
 MARK_LASTS: Final = "2000"
-
-
 #: Keys without the cache's prefix: of a lock (its name follows), of the counter, of the list.
 LOCK_KEY: Final = "celery_safe:lock:"
 FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
-
 #: Locks whose keys a store remembers at most.
 MOST_KNOWN: Final = 10_000
-
-T = TypeVar("T")
-
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
 HARMLESS: Final = (
@@ -121,14 +113,6 @@ REFUSALS: Final = {
 OF_CLUSTER: Final = re.compile(
     r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
 )
-NO_CLIENT: Final = (
-    "it is a node of Redis Cluster, and the cache's client is a plain one, which asks that node "
-    "for the keys of all others"
-)
-USE_CLIENT: Final = (
-    "Give the cache a client for Redis Cluster (docs/how-to/choose-where-locks-live.md shows "
-    "how), or use one Redis, or set LOCK_DATABASE to a database alias."
-)
 
 
 class Keys(NamedTuple):
@@ -139,20 +123,6 @@ class Keys(NamedTuple):
     listing: str
 
 
-class _KnownKeys(dict[str, Keys]):
-    """The keys of each lock, by its name: made once, because they are needed at least twice."""
-
-    def __init__(self, make: Callable[[str], Keys]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Keys:
-        if len(self) >= MOST_KNOWN:
-            self.clear()
-        keys = self[name] = self._make(name)
-        return keys
-
-
 class RedisStore(Store):
     """
     Locks in one Redis database.
@@ -161,7 +131,6 @@ class RedisStore(Store):
         client: The client that writes for ``cache``; None: take it from the cache.
     """
 
-    wakes: ClassVar[bool] = True
     greets: ClassVar[bool] = True
     carries: ClassVar[bool] = True
     limits: ClassVar[bool] = True
@@ -178,56 +147,40 @@ class RedisStore(Store):
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         self._make_key = cache.make_key
         self._shared = str(cache.make_key(FENCE)), str(cache.make_key(LISTING))
-        self._keys = _KnownKeys(self.make_keys)
+        #: :meth:`make_keys`, which remembers them: each lock's are needed at least twice.
+        self._keys = lru_cache(MOST_KNOWN)(self.make_keys)
 
     def make_keys(self, name: str) -> Keys:
         """Return the keys of a lock, or of a place of a lock."""
         return Keys(str(self._make_key(LOCK_KEY + plain_name(name))), *self._shared)
 
-    def _key(self, name: str) -> str:
-        return self._keys[name].lock
-
     def connect(self) -> None:
-        if self._connections.idle:
-            return
-        try:
-            self._connections.connect()
-        except self.client_errors as error:
-            raise self.explain("acquire", error) from error
+        if not self._connections.idle:
+            with self.errors("acquire"):
+                self._connections.connect()
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token, seconds, holder, patience, limit, along = request
-        if limit > 1:
-            return self._take_place(request)
-        keys: tuple[str, ...] = self._keys[name]
-        args = [token, _milliseconds(seconds), encode_holder(name, holder)]
-        if patience is not None or along is not None:
-            args.append("" if patience is None else MARK_LASTS)
-        if along is not None:
-            keys += (self._key(along.name),)
-            args += [along.token, _milliseconds(min(seconds, along.seconds))]
+        keys, text = [*self._keys(name)], encode_holder(name, holder, limit)
         pop = (keys[0] + " wake", patience) if patience else None
-        answer = self._run("acquire", ACQUIRE, keys, args, _read_taken, pop=pop)[0]
-        if isinstance(answer, int):
-            return Acquired(answer)
-        # The lock is held, perhaps by this token: the request may have been repeated.
-        lock = _read_lock(name, *answer)
-        return Acquired(lock.fence) if lock.token == token else lock
-
-    def _take_place(self, request: LockRequest) -> Acquired | HeldLock:
-        name, token, seconds, holder, patience, limit, _ = request
-        first, *others = [self._keys[each] for each in place_names(name, limit)]
-        keys = [*first, *[other.lock for other in others]]
-        text = encode_holder(name, holder, limit)
-        cut = len(quoted(name))  # behind its last character, before the quote
-        task_id = "" if holder.task_id is None else quoted(holder.task_id)
-        mark = "" if patience is None else MARK_LASTS
-        args = [token, _milliseconds(seconds), text[:cut], mark, text[cut:], task_id]
-        pop = (first.lock + " wake", patience) if patience else None
-        (place, answer), _ = self._run("acquire", ACQUIRE_PLACE, keys, args, _read_place, pop=pop)
-        if isinstance(answer, int):
-            return Acquired(answer, place)
-        lock = _read_lock(place_name(name, place), *answer)
+        args = [token, _milliseconds(seconds), text, "" if patience is None else MARK_LASTS]
+        if limit > 1:
+            keys += [self._keys(place).lock for place in place_names(name, limit)[1:]]
+            cut = len(quoted(name))  # behind its last character, before the quote
+            task_id = "" if holder.task_id is None else quoted(holder.task_id)
+            args[2:] = text[:cut], args[3], text[cut:], task_id
+        elif along is not None:
+            keys.append(self._keys(along.name).lock)
+            args += [along.token, _milliseconds(min(seconds, along.seconds))]
+        try:  # errors() would take as long as to build the command
+            script = scripts.ACQUIRE if limit == 1 else scripts.ACQUIRE_PLACE
+            place, found, *left = self._run(script, keys, args, pop=pop)[0]
+            if not left:
+                return Acquired(int(found), place)
+            # The lock is held, perhaps by this token: the request may have been repeated.
+            lock = _read_lock(place_name(name, place), found, *left)
+        except self.client_errors as error:
+            raise self.explain("acquire", error) from error
         return Acquired(lock.fence, place) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
@@ -236,17 +189,20 @@ class RedisStore(Store):
     def release_along(
         self, name: str, token: str, remaining: float | None, along: Renewal | None
     ) -> bool:
-        own = self._keys[name]
-        keys, args = [own.lock, own.listing], [token]
+        lock, _, listing = self._keys(name)
+        keys, args = [lock, listing], [token]
         if PLACE in name or along is not None:
-            args.append(self._keys[split_place(name)[0]].lock if PLACE in name else "")
+            args.append(self._keys(split_place(name)[0]).lock if PLACE in name else "")
         if along is not None:
-            keys.append(self._key(along.name))
+            keys.append(self._keys(along.name).lock)
             args.append(along.token)
-        freed, is_repeat = self._run("release", RELEASE, keys, args, int)
-        # The lease was certain when the first try was sent, so that try freed the lock,
-        # although its answer was lost.
-        return bool(freed) or (is_repeat and remaining is not None and remaining > 0)
+        try:
+            freed, is_repeat = self._run(scripts.RELEASE, keys, args)
+            # The lease was certain when the first try was sent, so that try freed the lock,
+            # although its answer was lost.
+            return int(freed) == 1 or (is_repeat and remaining is not None and remaining > 0)
+        except self.client_errors as error:
+            raise self.explain("release", error) from error
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
@@ -267,57 +223,52 @@ class RedisStore(Store):
 
     def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> set[int]:
         """Return the positions of the renewals whose locks are no longer ours."""
-        known = self._keys
-        keys = [known[renewals[0].name].listing]
-        keys += [known[renewal.name].lock for renewal in renewals]
+        keys = [self._keys(renewals[0].name).listing]
+        keys += [self._keys(renewal.name).lock for renewal in renewals]
         tokens = "".join([renewal.token for renewal in renewals])
         leases = [renewal.seconds for renewal in renewals]
         if len(set(leases)) == 1:
             del leases[1:]  # the script extends all that follow by the last
-        milliseconds = " ".join(map(_milliseconds, leases))
-        args = (tokens, milliseconds)
-        return self._run("extend", EXTEND, keys, args, _read_positions, within)[0]
+        with self.errors("extend"):
+            args = (tokens, " ".join(map(_milliseconds, leases)))
+            return set(map(int, self._run(scripts.EXTEND, keys, args, within)[0]))
 
     def peek(self, name: str) -> HeldLock | None:
-        found, _ = self._run("peek", PEEK, [self._keys[name].lock], [], _read_found)
-        return None if found is None else _read_lock(name, *found)
+        with self.errors("peek"):
+            (value, left), _ = self._run(scripts.PEEK, [self._keys(name).lock], [])
+            return None if value is None else _read_lock(name, value, left)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        return self._iter_listed(self._keys[""].listing)
+        return self._iter_listed(self._keys("").listing)
 
     def _iter_listed(self, index: str) -> Iterator[HeldLock]:
         """Yield the locks on one list."""
         cursor = "0"
         while True:
-            args = [cursor, str(PAGE)]
-            (now, cursor, keys, ends), _ = self._run(
-                "list", PAGE_OF_LOCKS, [index], args, _read_listing
-            )
-            if keys:
-                with self.errors("list"):
-                    values, _ = self._connections.ask(("MGET", *keys))
-                # None: released, expired, or lost by the server although it is listed.
+            with self.errors("list"):
+                args = [cursor, str(PAGE)]
+                (now, after, flat), _ = self._run(scripts.PAGE_OF_LOCKS, [index], args)
+                cursor, keys = after.decode(), flat[::2]
+                values = self._connections.ask(("MGET", *keys))[0] if keys else []
                 page = [
-                    each for each in zip(keys, values, ends, strict=True) if each[1] is not None
+                    _read_lock(key.decode("utf-8", "replace"), value, max(int(end) - now, 1))
+                    for key, value, end in zip(keys, values, flat[1::2], strict=True)
+                    if value is not None  # released, expired, or lost by the server
                 ]
-                yield from _read_page(page, now)
+            yield from page
             if cursor == "0":
                 return
 
-    def emptied_with(self) -> object:
-        return self._connections.server
-
     def ask_eviction(self) -> Eviction:
-        action = "tell how it evicts keys"
-        with self.errors(action):
-            found = [_read_eviction(text) for text in self._connections.ask_each("INFO", "memory")]
-        evictions = [each for each in found if each is not None]
-        if not evictions:
-            raise LockBackendError(self.where, action, "its INFO says nothing of it")
-        return min(evictions, key=lambda one: (one.spares_locks, one.max_memory == 0))
+        with self.errors(action := "tell how it evicts keys"):
+            text = self._connections.ask(("INFO", "memory"))[0].decode()
+            info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+            if (policy := info.get("maxmemory_policy")) is None:
+                raise LockBackendError(self.where, action, "its INFO says nothing of it")
+            return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
 
     def ask_refused(self) -> list[str]:
-        own = self._keys[f"doctor:{uuid.uuid4().hex}"].lock
+        own = self.make_keys(f"doctor:{uuid.uuid4().hex}").lock
         keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
         refused = {}
         for command in HARMLESS:
@@ -335,14 +286,17 @@ class RedisStore(Store):
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
-            seconds, microseconds = _listed(self._connections.ask(("TIME",))[0])
+            seconds, microseconds = self._run(scripts.TIME, [self._keys("").listing], [])[0]
             return int(seconds) + int(microseconds) / 1_000_000
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
         if OF_CLUSTER.search(text):
             return ConfigurationError(
-                f"{self.where} can't hold locks: {NO_CLIENT} ({text}). {USE_CLIENT}"
+                f"{self.where} can't hold locks: it is a node of Redis Cluster, and the cache's "
+                f"client is a plain one, which asks that node for the keys of all others ({text}). "
+                f"Give the cache a client for Redis Cluster (docs/how-to/choose-where-locks-live.md"
+                f" shows how), or use one Redis, or set LOCK_DATABASE to a database alias."
             )
         return super().explain(action, error)
 
@@ -351,25 +305,21 @@ class RedisStore(Store):
 
     def _run(
         self,
-        action: str,
-        script: Script,
+        script: scripts.Script,
         keys: Sequence[str],
         args: Sequence[str],
-        read: Callable[[Any], T],
         within: float | None = None,
         pop: Pop | None = None,
-    ) -> tuple[T, bool]:
-        """Run a script; return its answer as ``read`` reads it, and whether it was repeated."""
+    ) -> tuple[Any, bool]:
+        """Run a script; return its answer, a number or a list, and whether it was repeated."""
         ask, rest = self._connections.ask, (str(len(keys)), *keys, *args)
-        # Not through errors(): a context manager costs as much as building the command.
         try:
-            try:
-                answer, is_repeat = ask(("EVALSHA", script.sha, *rest), within, pop)
-            except NoScriptError:  # first use on this server, a SCRIPT FLUSH or a restart
-                answer, is_repeat = ask(("EVAL", script.source, *rest), within, pop)
-            return read(answer), is_repeat
-        except self.client_errors as error:
-            raise self.explain(action, error) from error
+            answer, is_repeat = ask(("EVALSHA", script.sha, *rest), within, pop)
+        except NoScriptError:  # first use on this server, a SCRIPT FLUSH or a restart
+            answer, is_repeat = ask(("EVAL", script.source, *rest), within, pop)
+        if isinstance(answer, bytes):
+            raise TypeError(f"it answered {answer!r:.100}")
+        return answer, is_repeat
 
 
 def client_of(cache: BaseCache) -> Any:
@@ -387,77 +337,8 @@ def _milliseconds(seconds: float) -> str:
     return str(math.ceil(seconds * 1000))
 
 
-def _read_taken(answer: Any) -> int | tuple[str, float]:
-    """Return the fence of an acquisition; or the value of a held lock, and its lease, ms."""
-    return _read_value(*answer) if isinstance(answer, list) else int(answer)
-
-
-def _read_place(answer: Any) -> tuple[int, int | tuple[str, float]]:
-    place, *rest = _listed(answer)
-    return int(place), _read_value(*rest) if len(rest) > 1 else int(rest[0])
-
-
-def _read_found(answer: Any) -> tuple[str, float] | None:
-    value, milliseconds = answer
-    return None if value is None else _read_value(value, milliseconds)
-
-
-def _read_value(value: bytes, milliseconds: float) -> tuple[str, float]:
-    return value.decode("utf-8", "replace"), float(milliseconds)
-
-
-def _read_positions(answer: Any) -> set[int]:
-    return set(map(int, _listed(answer)))
-
-
-def _listed(answer: Any) -> Sequence[Any]:
-    if not isinstance(answer, list | tuple):
-        raise TypeError(f"it answered {answer!r:.100}")
-    return answer
-
-
-def _read_listing(answer: Any) -> tuple[int, str, list[bytes], list[bytes]]:
-    """Return the server's time, ms, the next cursor, and keys with the ends of their leases."""
-    now, cursor, flat = answer
-    return int(now), cursor.decode(), flat[::2], flat[1::2]
-
-
-def _read_eviction(text: bytes) -> Eviction | None:
-    info = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
-    policy = info.get("maxmemory_policy")
-    if policy is None:
-        return None
-    return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
-
-
-def _read_page(page: Sequence[tuple[bytes, bytes, bytes]], now: float) -> Iterable[HeldLock]:
-    """
-    Return the locks for a page of keys, values and ends.
-
-    Args:
-        now: The time of the server, in ms, as the ends.
-    """
-    try:
-        rows = [value.decode() for _, value, _ in page]
-        # By hand, in half the time of _read_lock() for each; not max(), which takes as long as
-        # the rest of its line.
-        heads = [
-            (
-                row[:TOKEN_LENGTH],
-                (left if (left := int(end) - now) > 1 else 1) / 1000,
-                int(value[TOKEN_LENGTH:HEAD_LENGTH]),
-            )
-            for row, (_, value, end) in zip(rows, page, strict=True)
-        ]
-        return decode_holders([row[HEAD_LENGTH:] for row in rows], heads)
-    except GARBLED:
-        return [
-            _read_lock(key.decode("utf-8", "replace"), *_read_value(value, max(int(end) - now, 1)))
-            for key, value, end in page
-        ]
-
-
-def _read_lock(name: str, text: str, milliseconds: float) -> HeldLock:
+def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
+    text = value.decode("utf-8", "replace")
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
     lock = HeldLock(
         name,

@@ -11,7 +11,6 @@ redis-py's cluster client finds the nodes, and follows slots that move.
 
 from __future__ import annotations
 
-import time
 from binascii import crc32
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from ...leases.holder import HeldLock, plain_name, split_place
 from ...leases.store import Renewable
 from .base import Store
 from .redis import LISTING, REFUSALS, Keys, RedisStore, client_of
-from .redis_connections import Pop
+from .redis_connections import CLIENT_ERRORS, Pop
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -56,10 +55,7 @@ def make_redis_store(alias: str, cache: BaseCache) -> RedisStore:
     """
     try:
         client = client_of(cache)
-    except Exception as error:
-        # Only a cluster client connects here; other clients connect later.
-        if not isinstance(error, OSError) and "Cluster" not in type(error).__name__:
-            raise
+    except CLIENT_ERRORS as error:  # only a cluster client connects here; others connect later
         where = f'CACHES["{alias}"] ({type(cache).__name__})'
         raise LockBackendError(where, "connect to the cluster", describe_error(error)) from error
     # A client of a cluster has a pool for each node.
@@ -76,11 +72,6 @@ class ClusterClient:
     def __init__(self, client: Any) -> None:
         self._client = client
         self.options: dict[str, Any] = client.get_connection_kwargs()
-
-    @property
-    def server(self) -> object:
-        """Which cluster it is: host and port of its primaries."""
-        return frozenset((node.host, node.port) for node in self._client.get_primaries())
 
     def close(self) -> None:
         """Close nothing: the connections are the cache's."""
@@ -108,10 +99,6 @@ class ClusterClient:
         except (exceptions.ConnectionError, exceptions.ClusterDownError):
             return self._send(*command), True
 
-    def ask_each(self, *command: str) -> list[Any]:
-        """Return the answer of each primary."""
-        return [self._send(*command, target_nodes=node) for node in self._client.get_primaries()]
-
     def _send(self, *command: Any, **options: Any) -> Any:
         return self._client.execute_command(*command, NEVER_DECODE=True, **options)
 
@@ -138,21 +125,18 @@ class ClusterStore(RedisStore):
         return Keys(*[tag + key for key in super().make_keys(name)])
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
-        ends_at = None if within is None else time.monotonic() + within
         buckets: dict[str, list[int]] = defaultdict(list)
         for place, renewal in enumerate(renewals):
-            buckets[self._keys[renewal.name].listing].append(place)
+            buckets[self._keys(renewal.name).listing].append(place)
         extended = [True] * len(renewals)
         for places in buckets.values():
-            # At least a moment: when time is short, still try to extend the remaining leases.
-            left = None if ends_at is None else max(ends_at - time.monotonic(), 0.01)
-            outcomes = super().extend([renewals[place] for place in places], left)
+            outcomes = super().extend([renewals[place] for place in places])
             for place, outcome in zip(places, outcomes, strict=True):
                 extended[place] = outcome
         return extended
 
     def part(self, name: str) -> object:
-        node = self._connections.node_of(self._keys[name].listing)
+        node = self._connections.node_of(self._keys(name).listing)
         return node.host, node.port
 
     def iter_locks(self) -> Iterator[HeldLock]:

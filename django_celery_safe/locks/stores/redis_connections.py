@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from redis import exceptions
 from redis.backoff import NoBackoff
@@ -69,12 +69,6 @@ class Connections:
         # Otherwise Python would warn of sockets that it collects as part of a cycle.
         weakref.finalize(self, _close, self.idle).atexit = False
 
-    @property
-    def server(self) -> object:
-        """Which database of which server it is; in Sentinel, the name of its primary."""
-        places = [self.options.get(name) for name in ("host", "port", "path")]
-        return (getattr(self._pool, "service_name", None), *places, self.options.get("db") or 0)
-
     def connect(self) -> None:
         """Open a connection for the next request."""
         self.idle.append(self._open())
@@ -115,10 +109,6 @@ class Connections:
             time.sleep(random.uniform(0, PAUSE))  # noqa: S311
         return self._use(self._open(within), command, within), True
 
-    def ask_each(self, *command: str) -> list[Any]:
-        """Return the answer of each server, of which there is one."""
-        return [self.ask(command)[0]]
-
     def _take_idle(self, within: float | None) -> Any:
         while self.idle:
             try:
@@ -156,7 +146,7 @@ class Connections:
         within: float | None = None,
         pop: Pop | None = None,
     ) -> Any:
-        packed, refused = _pack(command), None
+        packed, refused = _pack(command), cast("Exception | None", None)
         if pop is not None:
             packed = _pack(("BLPOP", pop[0], str(pop[1]))) + packed
             within = pop[1] + POP_MARGIN
@@ -166,7 +156,10 @@ class Connections:
             if within is not None and not connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
             if pop is not None:
-                refused = _read_refusal(connection)
+                try:
+                    connection.read_response(disable_decoding=True)
+                except exceptions.ResponseError as error:
+                    refused = error
             answer = connection.read_response(disable_decoding=True)
         except exceptions.ResponseError as error:
             # A replica that was the primary before; the next connection finds the new one. For a
@@ -196,11 +189,3 @@ def _close(connections: list[Any]) -> None:
     with suppress(IndexError):  # another thread may take the last one
         while connections:
             connections.pop().disconnect()
-
-
-def _read_refusal(connection: Any) -> Exception | None:
-    try:
-        connection.read_response(disable_decoding=True)
-    except exceptions.ResponseError as error:
-        return error
-    return None

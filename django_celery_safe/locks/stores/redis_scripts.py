@@ -44,7 +44,7 @@ if value then
     if (ARGV[4] or '') ~= '' then
         redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
     end
-    return {value, redis.call('PTTL', KEYS[1])}
+    return {1, value, redis.call('PTTL', KEYS[1])}
 end
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', index, now + ARGV[2], KEYS[1])
@@ -65,7 +65,7 @@ if KEYS[4] then
         end
     end
 end
-return fence
+return {1, fence}
 """
 )
 
@@ -165,6 +165,8 @@ return lost
 PEEK = Script("""
 return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 """)
+
+TIME = Script("return redis.call('TIME')")
 
 # One page of the list, and the time. A lock that stays on the list during the whole scan is on
 # one of the pages, whatever is added, removed or renewed in between.
