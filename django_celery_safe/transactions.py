@@ -7,8 +7,6 @@ as transactions here.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -39,9 +37,6 @@ logger = get_logger(__name__)
 
 #: Errors of a statement whose connection is dead, or whose server does not accept writes.
 DISCONNECTED: Final = (OperationalError, InterfaceError, InternalError)
-#: Shortest and longest pause before a database that was unavailable is tried again, s.
-SHORTEST_PAUSE: Final = 0.05
-LONGEST_PAUSE: Final = 1.0
 #: How many times a refused transaction is tried; each time, another transaction succeeded.
 TRIES: Final = 20
 #: The prefix of our tables' names.
@@ -60,58 +55,6 @@ MOST_KEYS: Final = 500
 #: Time after which there is no further try, s: each may have waited for a lock until the
 #: database's timeout.
 LONGEST_RACE: Final = 20.0
-
-
-class _Here(threading.local):
-    """The connections that this thread has opened, by alias."""
-
-    def __init__(self) -> None:
-        self.opened: dict[str, Any] = {}
-
-
-_here: Final = _Here()
-
-#: Connections and connection pools that the parent had open when it forked this process.
-#: The reference stays, because a client may end the session of an unreferenced connection.
-_inherited: list[Any] = []
-_leaving = threading.Lock()
-
-
-def leave_inherited(alias: str) -> None:
-    """
-    Drop a connection to ``alias`` inherited from the parent process, so that a new one is made.
-
-    Two processes on one connection would read each other's answers. The parent's connection is
-    not closed, because that would end its session. A connection in ``atomic()`` is left alone.
-    """
-    if not _inherited:
-        return
-    connection: Any = connections[alias]
-    if connection.in_atomic_block:
-        return
-    if any(connection.connection is one for one in _inherited):
-        connection.connection = None
-    pools = getattr(connection, "_connection_pools", {})  # one dict for all threads
-    with _leaving:
-        if any(pools.get(alias) is one for one in _inherited):
-            del pools[alias]
-
-
-def _remember_inherited() -> None:
-    global _leaving
-    _leaving = threading.Lock()
-    if "settings" not in vars(connections):
-        return  # this process has not connected yet
-    connection: Any
-    for connection in connections.all(initialized_only=True):
-        # A database in memory is this process's own copy.
-        if connection.vendor == "sqlite" and connection.is_in_memory_db():
-            continue
-        pools = getattr(connection, "_connection_pools", {})
-        _inherited.extend(one for one in [connection.connection, *pools.values()] if one)
-
-
-os.register_at_fork(after_in_child=_remember_inherited)
 
 
 def is_pooled(alias: str) -> bool:
@@ -155,10 +98,8 @@ def is_transaction_open(alias: str) -> bool:
     """
     Return whether the project has a transaction open here, which hides writes from others.
 
-    A connection inherited from a parent process is dropped first. May connect, like
-    :func:`is_manual`.
+    May connect, like :func:`is_manual`.
     """
-    leave_inherited(alias)
     return in_atomic(alias) or is_manual(alias)
 
 
@@ -188,19 +129,6 @@ def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]
     return [alias for alias in opened if in_atomic(alias)]
-
-
-def has_block() -> bool:
-    """
-    Return whether a connection that this thread has opened is inside an ``atomic()`` block.
-
-    In a tenth of the time of :func:`aliases_in_atomic`, which also finds connections that
-    another thread has opened and shares, as in a test with a live server.
-    """
-    for connection in _here.opened.values():  # noqa: SIM110 - any() takes twice as long
-        if connection.in_atomic_block:
-            return True
-    return False
 
 
 class TransactionTry(AbstractContextManager["TransactionTry", bool]):
@@ -356,11 +284,9 @@ def replace_if_cut(alias: str, session: object) -> bool:
 def connect() -> None:
     """Register the repetition of single statements on our tables, outside of transactions."""
     connection_created.connect(_on_connection, dispatch_uid=__name__)
-    _here.opened.update({one.alias: one for one in connections.all(initialized_only=True)})
 
 
 def _on_connection(connection: Any, **kwargs: Any) -> None:
-    _here.opened[connection.alias] = connection
     wrappers = connection.execute_wrappers
     if connection.vendor != "sqlite" and _execute_repeatedly not in wrappers:
         # Not the last one: a block of execute_wrapper() that connects removes the last at its end.
@@ -414,35 +340,6 @@ def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
         yield
     finally:
         execute(f"PRAGMA busy_timeout = {int(before)}")
-
-
-def retry_on_new_connection(
-    alias: str, ask: Callable[[], T], left: Callable[[], float], what: str
-) -> T:
-    """
-    Call ``ask`` again after one of the errors ``DISCONNECTED``, outside of ``atomic()``.
-
-    Args:
-        ask: Queries the database; an earlier query may have succeeded, and its answer been lost.
-        left: Returns for how many seconds ``ask`` may be retried; 0: it is called once, at once.
-        what: Whose outcome ``ask`` records, for the log.
-
-    Raises:
-        django.db.Error: The database does not answer.
-    """
-    connection, pause = connections[alias], SHORTEST_PAUSE
-    while True:
-        # The connection may be dead, or its server may not accept writes any more.
-        connection.close()
-        try:
-            return ask()
-        except DISCONNECTED as error:
-            if connection.in_atomic_block or left() <= pause:
-                raise
-            failure = describe_error(error)
-        logger.warning("Could not record the outcome of %s; retrying: %s", what, failure)
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def lacks_table(alias: str, *models: str) -> bool:

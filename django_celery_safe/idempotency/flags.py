@@ -18,7 +18,7 @@ from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
 from .. import conf
-from ..databases import refuse_unfit, says_taken
+from ..databases import refuse_untested, says_taken
 from ..delivery.copies import is_requeued
 from ..emitting import Event
 from ..events import ALREADY_DONE, ONCE_FAILED
@@ -124,7 +124,7 @@ class IdempotentMixin:
                 "inside another transaction: leave durable=False out."
             )
         alias = router.db_for_write(model) if using is None else using
-        refuse_unfit(alias, "do a thing once for a row", model._meta.db_table)
+        refuse_untested(alias, "do a thing once for a row")
         once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
         return cast("AbstractContextManager[Self | None]", block)

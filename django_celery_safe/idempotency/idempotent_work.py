@@ -63,7 +63,7 @@ class Idempotent:
         self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.TTL.delta(ttl, "ttl")
         #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
-        self._begun: tuple[RecordClaim | None, AbstractContextManager[None] | None] = (None, None)
+        self._block: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Claim:
         key = self._key
@@ -78,7 +78,7 @@ class Idempotent:
                 f"`with idempotent({key!r})` does not fill in placeholders, so {found[0]} would "
                 f"be the same for every call. Write the key as an f-string."
             )
-        if self._begun[1] is not None:
+        if self._block is not None:
             raise ConfigurationError(
                 f"idempotent({key!r}) is in use by this very object. Make another one."
             )
@@ -88,18 +88,11 @@ class Idempotent:
         self._begin(claim, task, message)
         block = _recording(claim)
         block.__enter__()
-        self._begun = claim, block
+        self._block = block
         return claim
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
-        (claim, block), self._begun = self._begun, (None, None)
-        if exc_info[0] is None and claim is not None and claim.is_repeat and not claim.asked:
-            warnings.warn(
-                f"A block ran without checking its claim, although {claim.key!r} was already "
-                f"done. Write: with idempotent(...) as claim: if claim: ...",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        block, self._block = self._block, None
         if block is not None:
             block.__exit__(*exc_info)
 
@@ -182,13 +175,19 @@ class Idempotent:
 @contextmanager
 def _recording(claim: RecordClaim) -> Iterator[None]:
     """Hold a claim, unless it is a repeat, while the block does the work; record how that ends."""
-    if claim.is_repeat:
-        yield
-        return
-    with claim.holding(claim.fail):
-        yield
-        if not claim.is_of_parent():
+    if not claim.is_repeat:
+        with claim.holding(claim.fail):
+            yield
             claim.succeed()
+        return
+    yield
+    if not claim.asked:
+        warnings.warn(
+            f"A block ran without checking its claim, although {claim.key!r} was already done. "
+            f"Write: with idempotent(...) as claim: if claim: ...",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _message_of(request: Context | None) -> Context | None:

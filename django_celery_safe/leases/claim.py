@@ -9,14 +9,13 @@ that records the end of the work checks the token, so a lost claim changes nothi
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
-from celery._state import get_current_task
 from django.db import connections, transaction
 
 from ..events import CLAIM_LOST
@@ -27,31 +26,27 @@ from ..exceptions import (
     LockBackendError,
     WrongTransaction,
 )
-from ..foreign_errors import find_shutdown
-from ..transactions import (
-    DISCONNECTED,
-    in_atomic,
-    is_transaction_open,
-    reconnect,
-    retry_on_new_connection,
-)
+from ..foreign_errors import describe_error, find_shutdown
+from ..texts import get_logger
+from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from ..values import NotPlain, encode
 from .clock import clock
+from .current import current_claims, find_request, own_claims, working_claims
 from .holder import HeldLock, describe_holder, encode_holder, holder_text
-from .lease import Lease
+from .lease import Lease, Owner
 from .lease_table import LeaseTable
 from .renewer import renewer
 
 R = TypeVar("R")
 
+logger = get_logger(__name__)
+
 #: Longest result, characters of JSON: a repeat reads the whole result.
 LONGEST_RESULT: Final = 65536
 
-#: The claims under which the running code works, the innermost last, each with the request of
-#: the task that holds it; None: code outside of tasks holds it.
-_current: ContextVar[tuple[tuple[Claim, Any], ...]] = ContextVar(
-    "django_celery_safe_claims", default=()
-)
+#: Shortest and longest pause before a database that was unavailable is tried again, s.
+SHORTEST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 1.0
 
 
 class Claim(ABC):
@@ -104,8 +99,6 @@ class Claim(ABC):
         self.abandon_chunk: Callable[[], None] | None = None
         #: Ends the run, whatever its task makes of it: another worker goes on; None: none does.
         self.handed_over: Exception | None = None
-        #: How many messages with its own id the running task had sent at :meth:`begin`.
-        self._sent_before = 0
         # The partial must not refer to the claim: the lease would keep the claim alive and be
         # renewed.
         self._report_lost = partial(_report_lost, type(self), key)
@@ -193,17 +186,13 @@ class Claim(ABC):
 
     def begin(self) -> None:
         """Start renewing the lease; the row has already been claimed."""
+        lost, owner = self._report_lost, Owner.of(self)
         self.lease = Lease(
-            self.table, self.name, self.token, self.seconds, self.asked_at, self._report_lost
+            self.table, self.name, self.token, self.seconds, self.asked_at, lost, owner
         )
         if self._renews:
             renewer.add(self.lease)
-        self._sent_before = _count_own_sends()
         self.is_held = True
-
-    def is_resent(self) -> bool:
-        """Return whether the task has re-sent itself since then, as ``retry(throw=False)`` does."""
-        return _count_own_sends() > self._sent_before
 
     def end(self) -> None:
         """Stop renewing, and no longer count the row as ours; nothing is written."""
@@ -225,9 +214,9 @@ class Claim(ABC):
             WrongTransaction: The block left a transaction open, which is rolled back: otherwise
                 it would also hide how the work ended, and the work would be done again.
         """
-        before = _current.get()
+        before = current_claims.get()
         try:
-            _current.set((*before, (self, _find_request())))
+            current_claims.set((*before, (self, find_request()[1])))
             yield
         except BaseException as error:
             self._roll_back_open()
@@ -237,7 +226,7 @@ class Claim(ABC):
                 raise self.handed_over from None
             raise
         finally:
-            _current.set(before)
+            current_claims.set(before)
         was_left_open = self._roll_back_open()
         if self.handed_over is not None:
             raise self.handed_over
@@ -314,19 +303,28 @@ class Claim(ABC):
         so no other process can start the work, and for at most one lease length. If not
         ``patient``, or before :meth:`begin`, it is retried only once, immediately.
         """
-        alias, lease, begun_at = self.table.alias, self.lease, clock.now()
-        try:
-            return statement()
-        except DISCONNECTED:
-            if connections[alias].in_atomic_block:
-                raise
+        connection, begun_at, pause = connections[self.table.alias], clock.now(), 0.0
+        while True:
+            try:
+                return statement()
+            except DISCONNECTED as error:
+                has_ended = not patient or self._left(begun_at) <= pause
+                if connection.in_atomic_block or (pause and has_ended):
+                    raise
+                failure = describe_error(error)
+            if pause:
+                text = "Could not record the outcome of %r; retrying: %s"
+                logger.warning(text, self.key, failure)
+                time.sleep(pause)
+            pause = min(2 * pause or SHORTEST_PAUSE, LONGEST_PAUSE)
+            # The connection may be dead, or its server may not accept writes any more.
+            connection.close()
 
-        def left() -> float:
-            if lease is None or not patient:
-                return 0.0
-            return min(lease.remaining, begun_at + lease.seconds - clock.now())
-
-        return retry_on_new_connection(alias, statement, left, repr(self.key))
+    def _left(self, begun_at: float) -> float:
+        """Return for how many seconds a statement that began then may be retried."""
+        if self.lease is None:
+            return 0.0
+        return min(self.lease.remaining, begun_at + self.lease.seconds - clock.now())
 
     def end_by(
         self, write: Callable[[], bool], is_written: Callable[[], bool], *, patient: bool = True
@@ -355,13 +353,9 @@ class Claim(ABC):
         held = None
         with suppress(LockBackendError):  # the claim is lost, whether or not the holder is known
             held = self.table.peek(self.name)
-        self.record_lost(held)
-        return "" if held is None or held.token == self.token else holder_text(held)
-
-    def record_lost(self, now_held: HeldLock | None = None) -> None:
-        """Report that the claim was lost, unless already reported."""
         if self.lease is not None and not self.lease.lost:
-            self._report_lost(self.lease, now_held)
+            self._report_lost(self.lease, held)
+        return "" if held is None or held.token == self.token else holder_text(held)
 
     def raise_lost(self) -> NoReturn:
         """Raise the error for a claim that is no longer ours."""
@@ -461,9 +455,9 @@ def current_claim() -> Claim:
     Raises:
         ConfigurationError: The running code has no claim.
     """
-    task, request = get_current_task(), _find_request()
     if ours := own_claims():
         return ours[-1]
+    task, request = find_request()
     if request is not None and (request.called_directly or request.is_eager):
         return _DirectClaim(str(task.name))
     raise ConfigurationError(
@@ -471,34 +465,6 @@ def current_claim() -> Claim:
         '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
         "(which this message was not sent with), or a step."
     )
-
-
-def own_claims() -> list[Claim]:
-    """Return the claims of the task that is running here, the innermost last."""
-    request = _find_request()
-    # A helper thread of a task has no request of its own.
-    return [one for one, its in _current.get() if one.is_held and request in (None, its)]
-
-
-def working_claims() -> list[Claim]:
-    """Return the claims under which the running code works, the innermost last."""
-    return [claim for claim, _ in _current.get() if claim.is_held]
-
-
-def _find_request() -> Any:
-    """Return the request of the task that is running here; None: no task is running."""
-    task = get_current_task()
-    return None if task is None else task.request
-
-
-def _count_own_sends() -> int:
-    """Return how many messages with its own id the task that is running here has sent."""
-    request = _find_request()
-    if request is None:
-        return 0
-    children = [one for one in request.children if one.id == request.id]
-    retries: int = getattr(request, "safe_retries", 0)  # with trail=False there are no children
-    return retries + len(children)
 
 
 class _DirectClaim(Claim):

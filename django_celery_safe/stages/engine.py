@@ -20,7 +20,7 @@ from django.db import Error as DatabaseError
 from django.db import IntegrityError, connections, transaction
 
 from .. import queries
-from ..databases import MYSQL, Now, refuse_unfit
+from ..databases import Now
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted
@@ -105,8 +105,6 @@ def start(
     store = step_table()
     must_wait(store.alias)  # the run could not wait for a commit on another database
     try:
-        if connections[store.alias].vendor == MYSQL:
-            refuse_unfit(store.alias, "hold runs of stages")
         return _write_once(store, plan, labels)
     except DatabaseError as error:
         refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
