@@ -7,10 +7,10 @@ can't deadlock. :mod:`django_celery_safe.stages.engine` combines the transitions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, Final
 
 from django.db import IntegrityError, connections, models, router, transaction
 from django.db.models import Count, Exists, OuterRef, Q, Subquery
@@ -20,7 +20,9 @@ from django.utils.translation import gettext_lazy as _
 from .. import queries
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
+from ..stages import decisions, progress
 from ..stages.entry_options import EntryParts, read_entry
+from ..stages.progress import Progress, StageProgress
 from ..stages.status import NOT_REGISTERED, Status
 from ..texts import get_logger
 from ..transactions import attempts
@@ -30,9 +32,6 @@ from .listing import ListedRow, seconds_between, shown
 from .outbox import OutboxMessage
 from .step_states import IN_ORDER, StageSteps
 from .text import LONGEST_TYPE
-
-if TYPE_CHECKING:
-    from ..stages.progress import Progress, StageProgress
 
 logger = get_logger(__name__)
 
@@ -133,16 +132,6 @@ class StageRuns(models.QuerySet["StageRun"]):
 _LOCKED: Final = ("id", "key", "name", "status", "stage", "stages", "params_text")
 
 
-class RunRoom(NamedTuple):
-    """The operations that ``stages`` provides for a run; ``stages`` imports this module."""
-
-    progress: Callable[[StageRun], Progress]
-    progress_by_stage: Callable[[StageRun], list[StageProgress]]
-    wait: Callable[[StageRun, float | timedelta | None, bool], StageRun]
-    resume: Callable[[StageRun], None]
-    abort: Callable[[StageRun], None]
-
-
 class StageRun(ListedRow):
     """
     One run of a plan, made by ``stages.start``.
@@ -179,9 +168,6 @@ class StageRun(ListedRow):
     protected_at = models.DateTimeField(null=True)
 
     objects = StageRuns.as_manager()
-
-    #: Set when the app is ready.
-    room: ClassVar[RunRoom]
 
     class Meta:
         verbose_name = _("run of stages")
@@ -260,11 +246,11 @@ class StageRun(ListedRow):
     @property
     def progress(self) -> Progress:
         """How far the run is; one query."""
-        return self.room.progress(self)
+        return progress.progress(self)
 
     def progress_by_stage(self) -> list[StageProgress]:
         """Return how far each stage is, in the order of the stages; one query."""
-        return self.room.progress_by_stage(self)
+        return progress.progress_by_stage(self)
 
     def is_aborted(self) -> bool:
         """
@@ -292,7 +278,7 @@ class StageRun(ListedRow):
             WrongTransaction: Inside ``atomic()``, where the run may not even have started.
             RuntimeError: Inside a task, which would occupy a worker that the steps need.
         """
-        return self.room.wait(self, timeout, idle)
+        return progress.wait(self, timeout, idle)
 
     def resume(self) -> StageRun:
         """
@@ -305,7 +291,7 @@ class StageRun(ListedRow):
             IllegalTransition: The run has not ended, has succeeded or still has running steps,
                 or another run with its key has not ended.
         """
-        self.room.resume(self)
+        decisions.resume(self)
         return self
 
     def abort(self) -> StageRun:
@@ -317,7 +303,7 @@ class StageRun(ListedRow):
         Raises:
             IllegalTransition: The run has already ended.
         """
-        self.room.abort(self)
+        decisions.abort(self)
         return self
 
     def find_database(self) -> str:

@@ -132,9 +132,7 @@ def _write_once(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
 
 
 def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
-    from ..models.stages import StageRun, StageStep  # needs the app registry
-
-    run = StageRun(
+    run = store.runs().model(
         **labels._asdict(),
         active_key=labels.key or None,  # type: ignore[misc]
         stages=len(plan.stages),
@@ -143,7 +141,7 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
     )
     run.save(using=store.alias, force_insert=True)
     steps = [
-        StageStep(
+        store.steps().model(
             run=run,
             stage=stage,
             position=position,
