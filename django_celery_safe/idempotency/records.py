@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from celery._state import get_current_task
 from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
 from django.db import router
@@ -30,7 +31,6 @@ from ..exceptions import (
 from ..foreign_errors import describe_error
 from ..leases.claim import Claim
 from ..leases.clock import clock
-from ..leases.current import find_request
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease_table import LeaseTable
 from ..sending.housekeeping import add_pruning
@@ -144,11 +144,13 @@ class RecordClaim(Claim):
             ConfigurationError: The code that calls this is already doing the same work; or the
                 database has no table for records.
         """
+        task = get_current_task()
+        request = None if task is None else task.request
         what, instead = (
             f"idempotent({self.key!r})",
             "Call it outside atomic(); the work itself may open one.",
         )
-        holder = self.prepare(*find_request(), what, instead)
+        holder = self.prepare(task, request, what, instead)
         try:
             found = self._take(holder)
         except DatabaseError as error:
@@ -275,15 +277,16 @@ class RecordClaim(Claim):
             return None
 
     def _emit(self, event: Event, **fields: Any) -> None:
-        _, request = find_request()
-        event.emit(Claim, key=self.key, task_id=request and request.id, **fields)
+        task = get_current_task()
+        event.emit(Claim, key=self.key, task_id=None if task is None else task.request.id, **fields)
 
 
 def _has_resent_itself() -> bool:
     """Return whether the task that runs here has re-sent itself, as ``retry(throw=False)`` does."""
-    _, request = find_request()
-    if request is None:
+    task = get_current_task()
+    if task is None:
         return False
+    request: Any = task.request
     # With trail=False there are no children.
     return hasattr(request, "safe_retries") or any(one.id == request.id for one in request.children)
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
+from celery._state import get_current_task
 from django.db import connections, transaction
 
 from ..events import CLAIM_LOST
@@ -31,8 +34,7 @@ from ..texts import get_logger
 from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from ..values import NotPlain, encode
 from .clock import clock
-from .current import current_claims, find_request, own_claims, working_claims
-from .holder import HeldLock, describe_holder, encode_holder, holder_text
+from .holder import HeldLock, describe_claimer, holder_text
 from .lease import Lease, Owner
 from .lease_table import LeaseTable
 from .renewer import renewer
@@ -47,6 +49,13 @@ LONGEST_RESULT: Final = 65536
 #: Shortest and longest pause before a database that was unavailable is tried again, s.
 SHORTEST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
+
+
+#: The claims under which the running code works, the innermost last, each with the request of
+#: the task that holds it; None: code outside of tasks holds it.
+current_claims: ContextVar[tuple[tuple[Claim, Any], ...]] = ContextVar(
+    "django_celery_safe_claims", default=()
+)
 
 
 class Claim(ABC):
@@ -182,14 +191,13 @@ class Claim(ABC):
             )
         # A block that is open now is TestCase's: what it writes is not visible to other threads.
         self._renews = not connections[alias].in_atomic_block
-        return encode_holder(self.key, describe_holder(task, request, self._renews))
+        return describe_claimer(self.key, task, request, self._renews)
 
     def begin(self) -> None:
         """Start renewing the lease; the row has already been claimed."""
-        lost, owner = self._report_lost, Owner.of(self)
-        self.lease = Lease(
-            self.table, self.name, self.token, self.seconds, self.asked_at, lost, owner
-        )
+        alive = weakref.ref(self)  # it is renewed as long as anything refers to the claim
+        owner, facts = Owner(alive, alive, alive), (self.name, self.token, self.seconds)
+        self.lease = Lease(self.table, *facts, self.asked_at, self._report_lost, owner)
         if self._renews:
             renewer.add(self.lease)
         self.is_held = True
@@ -216,7 +224,7 @@ class Claim(ABC):
         """
         before = current_claims.get()
         try:
-            current_claims.set((*before, (self, find_request()[1])))
+            current_claims.set((*before, (self, find_request())))
             yield
         except BaseException as error:
             self._roll_back_open()
@@ -444,47 +452,15 @@ class Claim(ABC):
         return self._write_done(text) or bool(self._rows().is_done_by(self.token))
 
 
-def current_claim() -> Claim:
-    """
-    Return the claim under which the running code works: the innermost one of this task.
-
-    The claim belongs to ``idempotent``, to a message with ``outbox="until_done"``, or to a step.
-    In a task that is called directly or eagerly, outside any ``idempotent`` of its own, it is a
-    stand-in that no other process can hold, and its ``finish()`` writes nothing.
-
-    Raises:
-        ConfigurationError: The running code has no claim.
-    """
-    if ours := own_claims():
-        return ours[-1]
-    task, request = find_request()
-    if request is not None and (request.called_directly or request.is_eager):
-        return _DirectClaim(str(task.name))
-    raise ConfigurationError(
-        "No claim is being worked on here: this is for code that runs inside an "
-        '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
-        "(which this message was not sent with), or a step."
-    )
+def working_claims() -> list[Claim]:
+    """Return the claims under which the running code works, the innermost last."""
+    return [claim for claim, _ in current_claims.get() if claim.is_held]
 
 
-class _DirectClaim(Claim):
-    """The claim of a task that runs without a message, so it can't be delivered again."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(None, "", key, 0.0)
-        self.is_held = True
-
-    def ensure(self) -> None:
-        self.check_unfinished()
-
-    def read_cursor(self) -> str:
-        return ""
-
-    def _record_done(self, text: str) -> None:
-        self.is_finished = True
-
-    def _write_done(self, text: str) -> bool:
-        return True
+def find_request() -> Any:
+    """Return the request of the task that is running here; None: no task is running."""
+    task = get_current_task()
+    return None if task is None else task.request
 
 
 def _report_lost(kind: type[Claim], key: str, lease: Lease[Any], now_held: HeldLock | None) -> None:

@@ -332,6 +332,11 @@ def _described(head: Head, fields: list[Any]) -> HeldLock:
 HOST: Final = socket.gethostname()
 
 
+def describe_claimer(name: str, task: Any, request: Any, renewed: bool) -> str:
+    """Return the text of a row that this process and its task (None: no task) claim."""
+    return encode_holder(name, describe_holder(task, request, renewed))
+
+
 def describe_holder(task: Any, request: Any, renewed: bool, lease: float | None = None) -> Holder:
     """
     Return a holder that describes this process and its task (None: no task).

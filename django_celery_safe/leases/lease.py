@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from .clock import clock
 from .holder import HeldLock
@@ -37,12 +37,6 @@ class Owner:
     lock: weakref.ref[Any]
     thread: weakref.ref[Any]
     run: weakref.ref[Any] | None
-
-    @classmethod
-    def of(cls, holder: Any) -> Self:
-        """Return the owner of a lease that lasts as long as the object that holds it."""
-        alive = weakref.ref(holder)
-        return cls(alive, alive, alive)
 
     def find_end(self) -> str | None:
         """Return, as a clause, which owner ended without a release; None: none has ended."""

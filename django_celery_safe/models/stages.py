@@ -7,7 +7,7 @@ can't deadlock. :mod:`django_celery_safe.stages.engine` combines the transitions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -312,16 +312,6 @@ class StageRun(ListedRow):
         if alias is None or alias == router.db_for_read(StageRun):
             return router.db_for_write(StageRun)
         return alias
-
-    def refresh_from_db(
-        self,
-        using: str | None = None,
-        fields: Iterable[str] | None = None,
-        from_queryset: models.QuerySet[Any] | None = None,
-    ) -> None:
-        """Reload the run, like Django's, but from its own database: a replica may be behind."""
-        using = self._state.db if using is None else using
-        super().refresh_from_db(using, fields, from_queryset)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False

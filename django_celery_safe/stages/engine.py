@@ -132,6 +132,7 @@ def _write_once(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
 
 
 def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
+    rows = store.steps()
     run = store.runs().model(
         **labels._asdict(),
         active_key=labels.key or None,  # type: ignore[misc]
@@ -141,7 +142,7 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
     )
     run.save(using=store.alias, force_insert=True)
     steps = [
-        store.steps().model(
+        rows.model(
             run=run,
             stage=stage,
             position=position,
@@ -153,10 +154,10 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    store.steps().bulk_create(steps, batch_size=BATCH)
+    rows.bulk_create(steps, batch_size=BATCH)
     if steps[0].pk is None:  # MySQL returns no keys
-        steps = list(store.steps().filter(run=run.pk).in_order())
-    run.refresh_from_db()
+        steps = list(rows.filter(run=run.pk).in_order())
+    run.refresh_from_db(using=store.alias)
     emit_of_run(store, RUN_STARTED, run, stages=run.stages)
     send(store, [step for step in steps if step.stage == run.stage])
     return run

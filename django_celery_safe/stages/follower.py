@@ -159,9 +159,13 @@ class StepFollower:
                 token=token,
             )
             self.is_recorded = True
-        if self.found is None or not self.table.is_complete(self.found.run, self.found.stage):
+        if self.found is None or self._is_stage_open(self.found):
             return write()
         return self.context.run(engine.leave, self.table, self.found.run, write)
+
+    def _is_stage_open(self, found: Found) -> bool:
+        place = {"run": found.run, "stage": found.stage}
+        return bool(queries.fetch(self.table.alias, "find_unfinished_step", **place))
 
     def wait(self, held: Held, fault: Fault) -> None:
         """Let the step wait for the message that is sent again, unless its run has stopped."""

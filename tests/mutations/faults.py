@@ -37,12 +37,12 @@ MUTATIONS = {
         ),
         M(
             "leases.renewer:Lane._renew",
-            "if extended is False:",
-            "if False:",
+            "lost.append(lease)",
+            "pass",
             "a holder never hears that its lease was lost",
         ),
         M(
-            "leases.renewer:Lane._failed",
+            "leases.renewer:Lane._renew",
             "lease.renew_at = asked_at + lease.seconds * RETRY_AFTER",
             "lease.renew_at = asked_at + lease.seconds",
             "after one failed renewal a lease expires",
@@ -54,9 +54,9 @@ MUTATIONS = {
             "an error of a signal's receiver ends the renewal of all leases",
         ),
         M(
-            "leases.renewer:Lane._lost",
-            "if lease.lane is not self:",
-            "if False:",
+            "leases.renewer:Lane._renew",
+            "if extended or lease.lane is not self:",
+            "if extended:",
             "a lock that was released during a renewal is reported as lost",
         ),
         M(
@@ -64,6 +64,12 @@ MUTATIONS = {
             "or (connection.connection is not session and is_written())",
             "",
             "work whose end was recorded is reported as lost if the answer was lost",
+        ),
+        M(
+            "leases.claim:Claim.ask",
+            "connection.close()",
+            "pass",
+            "after a restart of the database no outcome can be recorded",
         ),
         M(
             "leases.claim:Claim.check_committed",
@@ -478,9 +484,9 @@ MUTATIONS = {
     ],
     "idempotency": [
         M(
-            "idempotency.records:RecordClaim._take",
-            "free = self._rows().filter(token=row.token)",
-            "free = self._rows()",
+            "queries.sql:claim_record",
+            " AND token = :before",
+            "",
             "two processes do the work of one key",
         ),
         M(
@@ -510,9 +516,9 @@ MUTATIONS = {
     ],
     "stages": [
         M(
-            "stages.follower:StepFollower.end",
-            "or not self.table.is_complete(",
-            "or self.table.is_complete(",
+            "stages.follower:StepFollower._is_stage_open",
+            "return bool(",
+            "return not bool(",
             "a run stops after its first stage",
         ),
         M(
@@ -606,18 +612,6 @@ MUTATIONS = {
             "if self.is_won or not",
             "if not",
             "a transaction that has begun its work is repeated, with the work",
-        ),
-        M(
-            "transactions:retry_on_new_connection",
-            "        connection.close()\n        try:",
-            "        try:",
-            "after a restart of the database no outcome can be recorded",
-        ),
-        M(
-            "transactions:leave_inherited",
-            "connection.connection = None",
-            "connection.close()",
-            "a forked child ends its parent's session at the database",
         ),
         M(
             "pruning:prune_some",
