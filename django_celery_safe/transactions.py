@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import (
@@ -84,34 +83,16 @@ def in_atomic(alias: str) -> bool:
     return any(not _is_of_testcase(block) for block in connection.atomic_blocks)
 
 
-def is_manual(alias: str) -> bool:
-    """
-    Return whether the project itself commits on ``alias``: no autocommit and no ``atomic()``.
-
-    May connect; raises the database's error if that fails.
-    """
-    connection = connections[alias]
-    return not connection.in_atomic_block and not connection.get_autocommit()
-
-
 def is_transaction_open(alias: str) -> bool:
     """
     Return whether the project has a transaction open here, which hides writes from others.
 
-    May connect, like :func:`is_manual`.
+    That is an ``atomic()``, or autocommit is off. May connect; raises the database's error if
+    that fails.
     """
-    return in_atomic(alias) or is_manual(alias)
-
-
-def reconnect(alias: str) -> None:
-    """Replace a connection, which rolls back what is open on it; TestCase's is left alone."""
     connection = connections[alias]
-    if any(map(_is_of_testcase, connection.atomic_blocks)):
-        return
-    with suppress(Error):
-        connection.close()
-        if connection.connection is None or connection.closed_in_transaction:
-            connection.connect()
+    is_manual = not connection.in_atomic_block and not connection.get_autocommit()
+    return in_atomic(alias) or is_manual
 
 
 def in_testcase_only(alias: str) -> bool:
@@ -237,27 +218,6 @@ def lock_whole(alias: str, model: type[Model]) -> None:
         cursor.execute(f"DELETE FROM {model._meta.db_table} WHERE 1 = 0")  # noqa: S608
 
 
-def repeat_lost_races(alias: str, ask: Callable[[], T]) -> T:
-    """
-    Execute a statement, repeat it while other transactions are faster, and return its answer.
-
-    Inside ``atomic()`` it is executed once, because a deadlock ends the whole transaction.
-
-    Raises:
-        OperationalError: The last execution lost the race, too.
-    """
-    if connections[alias].in_atomic_block:
-        return ask()
-    give_up_at = time.monotonic() + LONGEST_RACE
-    for _ in range(TRIES - 1):
-        try:
-            return ask()
-        except OperationalError as error:
-            if not is_lost_race(error) or time.monotonic() > give_up_at:
-                raise
-    return ask()
-
-
 def is_autocommit(connection: Any) -> bool:
     """Return whether an open connection commits each statement at once."""
     return connection.autocommit and not connection.in_atomic_block
@@ -308,16 +268,20 @@ def _execute_repeatedly(
     is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
     if not (is_ours and sql.startswith(OUR_STATEMENTS)):
         return execute(sql, params, many, context)
-    ask = partial(execute, sql, params, many, context)
-    session = connection.connection
-    try:
-        return repeat_lost_races(connection.alias, ask)
-    except DISCONNECTED:
-        if not replace_if_cut(connection.alias, session):
-            raise
+    session, give_up_at = connection.connection, time.monotonic() + LONGEST_RACE
+    for number in range(1, TRIES + 1):
+        try:
+            return execute(sql, params, many, context)
+        except DISCONNECTED as error:
+            is_lost = isinstance(error, OperationalError) and is_lost_race(error)
+            if is_lost and number < TRIES and time.monotonic() < give_up_at:
+                continue
+            if not replace_if_cut(connection.alias, session):
+                raise
+            break
     # The caller reads the answer from its own cursor.
     context["cursor"].cursor = connection.cursor().cursor
-    return ask()
+    return execute(sql, params, many, context)
 
 
 @contextmanager

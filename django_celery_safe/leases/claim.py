@@ -31,7 +31,7 @@ from ..exceptions import (
 )
 from ..foreign_errors import describe_error, find_shutdown
 from ..texts import get_logger
-from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
+from ..transactions import DISCONNECTED, in_atomic, is_transaction_open
 from ..values import NotPlain, encode
 from .clock import clock
 from .holder import HeldLock, describe_claimer, holder_text
@@ -134,7 +134,6 @@ class Claim(ABC):
             ClaimLost: The claim is no longer ours, and nothing is recorded.
             InvalidResult: JSON can't represent the result, or it is too long; nothing is
                 recorded.
-            WrongTransaction: Autocommit is off on that database; nothing is recorded.
             ConfigurationError: The work is not ours, or is already finished; or a loop of
                 ``resumable()`` has a chunk open.
         """
@@ -219,15 +218,14 @@ class Claim(ABC):
         Make :func:`current_claim` return this claim inside the block.
 
         Raises:
-            WrongTransaction: The block left a transaction open, which is rolled back: otherwise
-                it would also hide how the work ended, and the work would be done again.
+            WrongTransaction: The block left a chunk of ``resumable()`` open, which is rolled back.
         """
         before = current_claims.get()
         try:
             current_claims.set((*before, (self, find_request())))
             yield
         except BaseException as error:
-            self._roll_back_open()
+            self._abandon_chunk()
             if (shutdown := find_shutdown(error)) is not None:
                 raise shutdown from error
             if self.handed_over is not None and isinstance(error, Exception):
@@ -235,32 +233,21 @@ class Claim(ABC):
             raise
         finally:
             current_claims.set(before)
-        was_left_open = self._roll_back_open()
+        had_chunk = self._abandon_chunk()
         if self.handed_over is not None:
             raise self.handed_over
-        if was_left_open:
+        if had_chunk:
             raise WrongTransaction(
-                f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
-                f"autocommit off there. It was rolled back: nobody would have committed it. Leave "
-                f"each atomic(), and call set_autocommit(True), before the work ends."
+                f"{self.key!r} ended inside its resumable() loop, whose chunk was rolled back: "
+                f"nobody would have committed it. Let the loop end before the work does."
             )
 
-    def _roll_back_open(self) -> bool:
-        """Roll back a transaction that the work left open here; return whether there was one."""
-        had_chunk = self.abandon_chunk is not None
-        if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
-            self.abandon_chunk()
-        if self.is_of_parent() or not self._is_left_open():
-            return had_chunk
-        reconnect(self.table.alias)
+    def _abandon_chunk(self) -> bool:
+        """Roll back a chunk that the work left open; return whether there was one."""
+        if self.abandon_chunk is None:
+            return False
+        self.abandon_chunk()  # something refers to its loop, such as a traceback
         return True
-
-    def _is_left_open(self) -> bool:
-        # Like is_transaction_open(), but without connecting, which would cost every claim time.
-        connection = connections[self.table.alias]
-        if connection.in_atomic_block:
-            return in_atomic(self.table.alias)
-        return connection.connection is not None and not connection.autocommit
 
     @contextmanager
     def holding(self, fail: Callable[[BaseException], None]) -> Iterator[None]:
@@ -437,19 +424,13 @@ class Claim(ABC):
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
-            ours = self._is_committed = self.ask(lambda: self._write_and_commit(text))
+            ours = self._is_committed = self.ask(
+                # It may be repeated, because the answer of an attempt that was written was lost.
+                lambda: self._write_done(text) or bool(self._rows().is_done_by(self.token))
+            )
         if not ours:
             self.raise_lost()
         self.is_finished = True
-
-    def _write_and_commit(self, text: str) -> bool:
-        if self._is_left_open():
-            raise WrongTransaction(
-                f"{self.key!r} can't be finished while autocommit is off on {self.table.alias!r}: "
-                f"a rollback would undo the record that it is done. Use atomic() instead."
-            )
-        # This may be a retry, of an attempt that was written although its answer was lost.
-        return self._write_done(text) or bool(self._rows().is_done_by(self.token))
 
 
 def working_claims() -> list[Claim]:

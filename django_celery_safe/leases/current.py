@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from celery._state import get_current_task
+
 from ..exceptions import ConfigurationError
 from .claim import Claim, current_claims, find_request
 
@@ -19,9 +21,9 @@ def current_claim() -> Claim:
     """
     if ours := own_claims():
         return ours[-1]
-    request = find_request()
+    task, request = get_current_task(), find_request()
     if request is not None and (request.called_directly or request.is_eager):
-        return _DirectClaim(str(request.task))
+        return _DirectClaim(str(task.name))
     raise ConfigurationError(
         "No claim is being worked on here: this is for code that runs inside an "
         '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
