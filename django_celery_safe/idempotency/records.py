@@ -177,12 +177,11 @@ class RecordClaim(Claim):
             InvalidResult: The result can't be stored.
             WrongTransaction: The transaction of :meth:`finish` was rolled back.
         """
-        if self.is_of_parent():
-            return
         if self.is_finished:
-            self.check_committed()
+            if not self.is_of_parent():
+                self.check_committed()
             return
-        if _has_resent_itself():
+        if _has_resent_itself() and not self.is_of_parent():
             self.end()
             self.fail(Retry("The task has re-sent itself"))
             return

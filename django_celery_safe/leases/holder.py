@@ -19,8 +19,7 @@ from django.utils.translation import gettext as _
 from .. import conf
 from ..texts import duration
 
-#: Longest name, in characters, that is used in a key unchanged. memcached allows
-#: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
+#: Longest name that a key has unchanged: memcached allows 250 characters for the whole key.
 MAX_PLAIN_NAME: Final = 180
 
 #: Prefix of a hashed name.
@@ -83,12 +82,10 @@ class Holder(NamedTuple):
         return text if text.isprintable() else ascii(text)[1:-1]
 
 
-#: Part of a lease after which a live holder has renewed it: it renews after a third, and
-#: retries soon if that fails.
+#: Part of a lease after which a live holder has renewed it: it renews after a third.
 RENEWED_BY: Final = 1 / 2
 #: Added to that, s, because some clocks tick in seconds.
 TICK: Final = 1.0
-
 #: An unknown holder.
 NOBODY: Final = Holder()
 
@@ -230,8 +227,7 @@ def plain_name(name: str) -> str:
     """
     Return the form of a lock's name that is used in a key.
 
-    Names that are long or contain anything but visible ASCII are hashed, because
-    memcached refuses them and keys end up in terminals.
+    Names that are long or have anything but visible ASCII are hashed: memcached refuses them.
     """
     if len(name) <= MAX_PLAIN_NAME and name.isascii() and name.isprintable() and " " not in name:
         return name
@@ -292,8 +288,6 @@ Head: TypeAlias = tuple[str, float | None, int | None]
 def decode_holders(texts: Sequence[str], heads: Sequence[Head]) -> list[HeldLock]:
     """
     Return a lock for each head, with the name and holder from the text at the same position.
-
-    Decoding all texts at once takes a third of the time.
 
     Raises:
         One of GARBLED: At least one text was not written by this app.

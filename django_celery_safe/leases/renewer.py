@@ -1,10 +1,9 @@
 """
 The threads that renew every lease held in this process.
 
-A thread renews all leases in one store, so a store that does not answer does not affect leases
-elsewhere. It extends all leases that are due in one request, on its own connection. When no
-leases are left, it closes that connection, and ends soon after. A thread that hangs in a request
-is replaced.
+A thread renews all leases in one store, those that are due in one request, on its own connection.
+When no leases are left, it closes that connection, and ends soon after. A thread that hangs in a
+request is replaced.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ class Lane:
     """
     Leases in one store, or part of a store, and the thread that renews them.
 
-    Callers of ``add`` and ``close_if_idle``, and whoever changes ``leases``, have to hold the
-    renewer's mutex.
+    Whoever calls ``add`` or ``close_if_idle``, or changes ``leases``, holds the renewer's mutex.
     """
 
     def __init__(self, renewer: Renewer, key: tuple[LeaseStore, object]) -> None:
@@ -195,7 +193,6 @@ class Lane:
             self._renewer.changed.wait_for(lambda: not self._is_idle(), timeout=1.0)
 
     def _is_idle(self) -> bool:
-        """Return whether the thread is connected although it has no leases to renew."""
         return self._is_connected and not self.leases
 
     def _run(self) -> None:
@@ -279,12 +276,7 @@ class Lane:
         reports.report_failed(Renewer, [lease.name for lease in leases], reason)
 
     def _take_due(self) -> tuple[list[Lease[Any]], float]:
-        """
-        Select the leases that are due, and plan when the thread wakes up again.
-
-        Returns:
-            The leases to renew now, and the length of the shortest lease, s.
-        """
+        """Return the leases to renew now and the shortest lease, s; plan the next wake-up."""
         # A lease that was removed does not change the planned time: a loop that takes and frees
         # locks wakes this thread once in a third of a lease, not for every lock.
         now, wakes_at, shortest = clock.now(), math.inf, math.inf
@@ -330,7 +322,6 @@ class Lane:
             self._replaced = self._replaced if failure else 0
             for lease, request, extended in zip(leases, asked, outcomes, strict=True):
                 # Not if its holder has given it another length, or a later request was answered.
-                # That it was handed over does not matter: one request for many leases may last.
                 if extended and lease.seconds == request.seconds and asked_at > lease.asked_at:
                     lease.began(asked_at)
                 if extended or lease.lane is not self:

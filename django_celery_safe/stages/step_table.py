@@ -13,7 +13,7 @@ from ..databases import refuse_untested
 from ..sending.housekeeping import add_pruning
 
 if TYPE_CHECKING:
-    from ..models.stages import StageRuns
+    from ..models.run_states import StageRuns
     from ..models.step_states import StageSteps
 
 #: Steps that one statement adds or changes; every database accepts that many parameters.

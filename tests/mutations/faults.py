@@ -60,13 +60,13 @@ MUTATIONS = {
             "a lock that was released during a renewal is reported as lost",
         ),
         M(
-            "leases.claim:Claim.end_by",
+            "leases.held_row:HeldRow.end_by",
             "or (connection.connection is not session and is_written())",
             "",
             "work whose end was recorded is reported as lost if the answer was lost",
         ),
         M(
-            "leases.claim:Claim.ask",
+            "leases.held_row:HeldRow.ask",
             "connection.close()",
             "pass",
             "after a restart of the database no outcome can be recorded",
@@ -78,13 +78,13 @@ MUTATIONS = {
             "work that was finished in a transaction that was rolled back counts as done",
         ),
         M(
-            "leases.claim:Claim.prepare",
+            "leases.held_row:HeldRow.prepare",
             "if is_transaction_open(alias):",
             "if False:",
             "work begins inside a transaction, where no other process sees its claim",
         ),
         M(
-            "leases.claim:Claim.check_unfinished",
+            "leases.held_row:HeldRow.check_unfinished",
             "if self.is_of_parent():",
             "if False:",
             "a forked child finishes its parent's work",
@@ -502,7 +502,7 @@ MUTATIONS = {
             "a result that could not be stored is returned as None",
         ),
         M(
-            "leases.claim:Claim.prepare",
+            "leases.held_row:HeldRow.prepare",
             "if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):",
             "if False:",
             "nested work of one key waits for itself",
