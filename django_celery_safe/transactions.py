@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import (
@@ -93,6 +93,17 @@ def is_transaction_open(alias: str) -> bool:
     connection = connections[alias]
     is_manual = not connection.in_atomic_block and not connection.get_autocommit()
     return in_atomic(alias) or is_manual
+
+
+def reconnect(alias: str) -> None:
+    """Replace a connection, which rolls back what is open on it; TestCase's is left alone."""
+    connection = connections[alias]
+    if is_in_testcase(alias):
+        return
+    with suppress(Error):
+        connection.close()
+        if connection.connection is None or connection.closed_in_transaction:
+            connection.connect()
 
 
 def in_testcase_only(alias: str) -> bool:

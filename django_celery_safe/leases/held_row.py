@@ -25,7 +25,7 @@ from ..events import CLAIM_LOST
 from ..exceptions import ClaimLost, ConfigurationError, LockBackendError, WrongTransaction
 from ..foreign_errors import describe_error, find_shutdown
 from ..texts import get_logger
-from ..transactions import DISCONNECTED, in_atomic, is_transaction_open
+from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from .clock import clock
 from .holder import HeldLock, describe_claimer, holder_text
 from .lease import Lease, Owner
@@ -74,13 +74,10 @@ class HeldRow(ABC):
 
     def __init__(self, table: LeaseTable | None, name: str, key: str, seconds: float) -> None:
         """
-        Prepare a claim.
+        Prepare a claim of the work ``key``, with a lease of ``seconds``.
 
         Args:
-            table: The table with the row; None: the claim has no row.
-            name: The row's name in the table.
-            key: The name of the work.
-            seconds: Length of the lease.
+            table: The table with the row ``name``; None: the claim has no row.
         """
         self.table = table
         self.name, self.key, self.seconds = name, key, seconds
@@ -89,8 +86,7 @@ class HeldRow(ABC):
         self.lease: Lease[Any] | None = None
         #: Whether the renewing thread can see the row and renews its lease.
         self._renews = False
-        # The partial must not refer to the claim: the lease would keep the claim alive and be
-        # renewed.
+        # The partial must not refer to the claim: the lease would keep it alive and be renewed.
         self._report_lost = partial(_report_lost, type(self), key)
 
     def prepare(self, task: Any, request: Any, what: str, instead: str) -> str:
@@ -151,14 +147,15 @@ class HeldRow(ABC):
         Make :func:`current_claim` return this claim inside the block.
 
         Raises:
-            WrongTransaction: The block left a chunk of ``resumable()`` open, which is rolled back.
+            WrongTransaction: The block left a transaction open, which is rolled back: otherwise
+                it would also hide how the work ended, and the work would be done again.
         """
         before = current_claims.get()
         try:
             current_claims.set((*before, (self, find_request())))
             yield
         except BaseException as error:
-            self._abandon_chunk()
+            self._roll_back_open()
             if (shutdown := find_shutdown(error)) is not None:
                 raise shutdown from error
             if self.handed_over is not None and isinstance(error, Exception):
@@ -166,21 +163,32 @@ class HeldRow(ABC):
             raise
         finally:
             current_claims.set(before)
-        had_chunk = self._abandon_chunk()
+        was_left_open = self._roll_back_open()
         if self.handed_over is not None:
             raise self.handed_over
-        if had_chunk:
+        if was_left_open:
             raise WrongTransaction(
-                f"{self.key!r} ended inside its resumable() loop, whose chunk was rolled back: "
-                f"nobody would have committed it. Let the loop end before the work does."
+                f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
+                f"autocommit off there. It was rolled back: nobody would have committed it. Leave "
+                f"each atomic(), and call set_autocommit(True), before the work ends."
             )
 
-    def _abandon_chunk(self) -> bool:
-        """Roll back a chunk that the work left open; return whether there was one."""
-        if self.abandon_chunk is None:
-            return False
-        self.abandon_chunk()  # something refers to its loop, such as a traceback
+    def _roll_back_open(self) -> bool:
+        """Roll back a transaction that the work left open here; return whether there was one."""
+        had_chunk = self.abandon_chunk is not None
+        if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
+            self.abandon_chunk()
+        if self.is_of_parent() or not self._is_left_open():
+            return had_chunk
+        reconnect(self.table.alias)
         return True
+
+    def _is_left_open(self) -> bool:
+        # Like is_transaction_open(), but without connecting, which would cost every claim time.
+        connection = connections[self.table.alias]
+        if connection.in_atomic_block:
+            return in_atomic(self.table.alias)
+        return connection.connection is not None and not connection.autocommit
 
     @contextmanager
     def holding(self, fail: Callable[[BaseException], None]) -> Iterator[None]:

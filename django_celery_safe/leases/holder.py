@@ -27,11 +27,10 @@ HASHED: Final = "sha256:"
 
 #: Characters of a token: 16 random bytes, in hexadecimal. A lock's value starts with it.
 TOKEN_LENGTH: Final = 32
-
 #: Characters of a task's arguments that a holder keeps, so that a lock's value stays small.
 LONGEST_ARGUMENTS: Final = 200
 
-#: Texts with which a message shows that there are no arguments.
+#: How a message shows that there are no arguments.
 NO_ARGUMENTS: Final = frozenset({"", "()", "[]", "{}"})
 
 #: Separates a lock's name from the number of a place, from 2, if several may hold the lock. The

@@ -25,11 +25,9 @@ from .store import LeaseStore, Renewal
 logger = get_logger(__name__)
 #: A failed renewal is retried when this part of the lease has passed since the failed request.
 RETRY_AFTER: Final = 1 / 10
-#: A thread stops waiting for an answer after this part of its shortest lease, if the store
-#: supports that: there is time for another try, on a new connection, before the lease expires.
+#: A thread waits for an answer for this part of its shortest lease at most, if the store can.
 ANSWER_WITHIN: Final = 1 / 3
-#: A thread that is still in its request after this part of its shortest lease is replaced: the
-#: store has no limit, or its limit does not work. There is time for one more try.
+#: A thread that is still in its request after this part of its shortest lease is replaced.
 HANGS_AFTER: Final = 2 / 5
 #: After that many replacements without an answer, the pause before the next try grows no more.
 LONGEST_BACKOFF: Final = 4
@@ -37,8 +35,7 @@ LONGEST_BACKOFF: Final = 4
 BATCH_WINDOW: Final = 1 / 20
 #: How long a thread without leases waits for a new lease before it ends, s.
 LINGER: Final = 10.0
-#: Longest time that a holder waits for a renewal of its lease under way, s: it may have a
-#: transaction open, and a thread with long leases is replaced late.
+#: Longest time that a holder waits for a renewal of its lease under way, s.
 LONGEST_FINISH: Final = 5.0
 
 
@@ -50,7 +47,7 @@ class Renewer:
 
     def forget_parent(self) -> None:
         """Start empty: a parent's leases, threads and mutex do not belong to this process."""
-        #: The mutex of all renewing threads; no thread holds it during a request to a store.
+        #: Of all renewing threads; no thread holds it during a request to a store.
         self.mutex = threading.RLock()
         #: Notified when a lane has finished a request or its connection state has changed.
         self.changed = threading.Condition(self.mutex)
@@ -60,7 +57,7 @@ class Renewer:
         self.lanes: dict[tuple[LeaseStore, object], Lane] = {}
 
     def add(self, lease: Lease[Any]) -> None:
-        """Renew ``lease`` from now on; call it again when the length of the lease has changed."""
+        """Renew ``lease`` from now on; call it again when its length has changed."""
         store = lease.store
         key = store, store.part(lease.name) if store.has_parts else None
         with self.mutex:
@@ -90,13 +87,12 @@ class Renewer:
         """
         Ask the store for a lease of ``seconds`` from now; return whether it is still ours.
 
-        It waits for no renewal, because a renewal's answer may take longer than the store's own.
-        If the length changes, the lease is not renewed until it is added again.
+        It waits for no renewal, whose answer may take longer. If the length changes, the lease is
+        not renewed until it is added again.
         """
         before = lease.seconds
         with self.mutex:
-            # Of two requests at once, it would not be known which one the store got last. Two for
-            # the same length may come in any order.
+            # Of two requests for different lengths, the store may get either one last.
             if seconds != before:
                 self.drop(lease)
             overlaps = self._is_renewing(lease)
@@ -112,8 +108,7 @@ class Renewer:
         with self.mutex:
             if outcome and seconds != before:
                 lease.seconds = seconds
-                # If the store got the renewal under way last, the lease has the old length:
-                # trust the shorter until it is renewed.
+                # The store may have got the renewal under way last: trust the shorter until then.
                 lease.began(asked_at - max(0.0, seconds - before) * overlaps)
             elif outcome and asked_at > lease.asked_at:
                 lease.began(asked_at)
@@ -159,7 +154,7 @@ class Lane:
         self._is_connected = False
         #: Stands for the requests of one turn; None: the thread is in no request.
         self._turn: object = None
-        #: How many threads in a row were replaced before this lane's, without an answer.
+        #: How many threads in a row were replaced before this one, without an answer.
         self._replaced = 0
 
     def add(self, lease: Lease[Any]) -> None:
@@ -176,8 +171,7 @@ class Lane:
                 self._thread = thread
                 thread.start()
             except BaseException:
-                # The system has no thread left, or a signal handler raised during the start. If
-                # the thread runs nevertheless, it ends at its first turn.
+                # No thread is left, or a signal handler raised: if it runs, it ends at once.
                 self._thread = None
                 raise
         elif lease.renew_at < self._wakes_at:
@@ -188,8 +182,7 @@ class Lane:
         """Have the thread close its connection, if no leases are left."""
         if self._is_idle() and self not in self._renewer.renewing:
             self._wake.notify_all()
-            # Wait, so that no connection is left after a release. A thread in the middle of a
-            # request, which may be slow, closes its connection after the request.
+            # Wait, so that no connection is left after a release.
             self._renewer.changed.wait_for(lambda: not self._is_idle(), timeout=1.0)
 
     def _is_idle(self) -> bool:
@@ -201,7 +194,7 @@ class Lane:
                 if not self._take_turn():
                     return
             except BaseException:
-                # Even a signal receiver's SystemExit: without this thread, locks would be lost.
+                # Without this thread, locks would be lost.
                 with suppress(BaseException):
                     logger.exception("The thread that renews locks met an error and goes on.")
                 time.sleep(0.1)
@@ -209,7 +202,6 @@ class Lane:
 
     def _take_turn(self) -> bool:
         """Wait, or renew the leases that are due; return False if the thread should end."""
-        # A separate method: in the loop, local variables would keep leases alive in the wait.
         with self._mutex:
             if self._thread is not threading.current_thread():
                 return False  # it was replaced, or a signal handler raised while it was started
@@ -277,8 +269,8 @@ class Lane:
 
     def _take_due(self) -> tuple[list[Lease[Any]], float]:
         """Return the leases to renew now and the shortest lease, s; plan the next wake-up."""
-        # A lease that was removed does not change the planned time: a loop that takes and frees
-        # locks wakes this thread once in a third of a lease, not for every lock.
+        # A removed lease does not change the planned time: a loop that takes and frees locks
+        # wakes this thread once in a third of a lease, not for every lock.
         now, wakes_at, shortest = clock.now(), math.inf, math.inf
         due: list[Lease[Any]] = []
         for lease in list(self.leases):

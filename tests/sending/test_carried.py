@@ -34,6 +34,7 @@ from django_celery_safe import (
     ClaimLost,
     ConfigurationError,
     TaskPoisoned,
+    WrongTransaction,
     cache_lock,
     find_lock,
     iter_locks,
@@ -55,6 +56,7 @@ from django_celery_safe.signals import (
     message_failed,
     task_poisoned,
 )
+from tests.app.models import Person
 from tests.background import before_its_update, settle
 from tests.clock import held_clock
 from tests.concurrency.mailbox import Message, end_child
@@ -328,6 +330,35 @@ def test_a_retry_is_sent_however_it_is_written(carried: Carried, how: str) -> No
     assert (carried.row.state, carried.row.deaths) == ("sent", 0)
     assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "SUCCESS"
     assert (len(carried.calls), carried.rows.count()) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("left", "error"),
+    [("atomic()", WrongTransaction), ("autocommit off", ValueError)],
+)
+def test_a_task_that_leaves_a_transaction_open_fails(
+    carried: Carried, left: str, error: type[Exception]
+) -> None:
+    """It is not run again and again, as if its process had died; what is open is rolled back."""
+
+    def leave_open(task: Any, number: int) -> None:
+        if left == "atomic()":
+            transaction.atomic(using=carried.alias).__enter__()
+        else:
+            transaction.set_autocommit(False, using=carried.alias)
+        Person.everyone.using(carried.alias).create(pk=number)
+        if error is ValueError:
+            raise ValueError("no such order")
+
+    carried.body = leave_open
+    task = carried.make_task("tests.other", autoretry_for=(WrongTransaction,), max_retries=0)
+    state, raised = carried.mailbox.deliver(carried.send(1, task=task))
+    assert (state, type(raised)) == ("FAILURE", error)
+    assert (carried.row.state, carried.row.error_type) == ("failed", error.__name__)
+    assert not Person.everyone.using(carried.alias).exists()
+    # The next task of the process begins as any other.
+    carried.body = lambda task, number: number
+    assert carried.mailbox.deliver(carried.send(2)) == ("SUCCESS", 2)
 
 
 def test_a_run_that_can_not_begin_is_not_retried(carried: Carried) -> None:

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import pytest
 from celery.exceptions import Ignore, Reject
-from django.db import OperationalError, connections
+from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, idempotent, stages
+from django_celery_safe import SafeTask, WrongTransaction, idempotent, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.copies import MessageGoesOn
 from django_celery_safe.models import (
@@ -26,6 +26,7 @@ from django_celery_safe.models import (
 )
 from django_celery_safe.sending import sender
 from django_celery_safe.signals import claim_lost, run_ended, step_failed
+from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.kinds import more_for_claim
 from tests.sending.carrying import lose_commit
@@ -348,6 +349,22 @@ def test_no_answer_loses_a_waiting_step(staged: Staged, monkeypatch: pytest.Monk
     with hearing(claim_lost) as told:
         assert staged.deliver(staged.take_one()).state == "SUCCESS"
     assert (shown(run), told) == ("w", [])
+
+
+def test_a_step_that_leaves_a_transaction_open_fails(staged: Staged) -> None:
+    """It is rolled back, and the run stops: nobody does the step again, as after a death."""
+
+    def leave_open(task: Any) -> None:
+        transaction.atomic(using=staged.alias).__enter__()
+        Person.everyone.using(staged.alias).create(pk=1)
+
+    staged.bodies["a"] = leave_open
+    run = staged.start("a", "b")
+    state, error = staged.deliver(staged.take_one())
+    assert (state, type(error)) == ("FAILURE", WrongTransaction)
+    run.refresh_from_db()
+    assert (run.status, shown(run)) == ("failed", "fa")
+    assert not Person.everyone.using(staged.alias).exists()
 
 
 def raising(error: Exception) -> Callable[[Any], Any]:
