@@ -160,15 +160,9 @@ WHERE s.id = :pk AND s.task_id = :task_id
 UPDATE django_celery_safe_stagestep
 SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
     traceback = ''
-WHERE id = :pk AND task_id = :task_id AND status = 'running' AND EXISTS (
+WHERE id = :pk AND task_id = :task_id AND status = 'running' AND (:is_eager OR EXISTS (
     SELECT 1 FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
-)
-
--- succeed_eager_step --
-UPDATE django_celery_safe_stagestep
-SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
-    traceback = ''
-WHERE id = :pk AND task_id = :task_id AND status = 'running'
+))
 
 -- find_unfinished_step --
 SELECT id FROM django_celery_safe_stagestep

@@ -149,19 +149,13 @@ class Idempotent:
         sent = None
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
-        key_by = functools.partial(
-            call_key,
-            name,
-            function,
-            args=args,
-            kwargs=kwargs,
-            bound=bound,
-            serializer=serializer,
-            sent=sent,
-        )
+        call: Any = {"args": args, "kwargs": kwargs, "bound": bound, "serializer": serializer}
+        call["sent"] = sent
         # Arguments that can't be encoded, such as a method's self, are not part of the digest.
-        digest = "" if isinstance(self._key, conf.Unset) else key_by(conf.UNSET, is_digest=True)
-        return self._make_claim(f"{name}:{key_by(self._key)}", digest)
+        digest = ""
+        if not isinstance(self._key, conf.Unset):
+            digest = call_key(name, function, conf.UNSET, is_digest=True, **call)
+        return self._make_claim(f"{name}:{call_key(name, function, self._key, **call)}", digest)
 
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds, keep = self._timeout, self._ttl

@@ -180,7 +180,7 @@ def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
 def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) -> None:
     """Record that a step of a locked run failed, unless it has ended, and stop the run."""
     goes_on = run is not None and run.status not in Status.STOPPED
-    if not store.at(step.pk, step.task_id).open().fail(fault):
+    if not store.at(step.pk, step.task_id).open().record(Status.FAILED, fault):
         if run is not None and goes_on:
             go_on(store, run)  # it has succeeded, and its process died before that
         return
@@ -219,7 +219,7 @@ def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
         stopped = run is None or run.status in Status.STOPPED
         if stopped:
             settle(store, row)
-        row.running().put_back(Status.ABORTED if stopped else Status.WAITING, fault)
+        row.running().record(Status.ABORTED if stopped else Status.WAITING, fault)
 
 
 def go_on(store: StepTable, run: StageRun) -> None:

@@ -577,8 +577,8 @@ MUTATIONS = {
         ),
         M(
             "stages.follower:StepFollower.end",
-            '("succeed_step", held) if held else _EAGERLY',
-            "_EAGERLY",
+            "held is None",
+            "True",
             "an attempt that lost its step ends it under the one that has it",
         ),
         M(
