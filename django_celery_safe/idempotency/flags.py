@@ -71,14 +71,13 @@ class IdempotentMixin:
         may never happen; a failure is logged at ERROR and sent as ``once_failed``. A
         retry would find the flag set, so raising ``Retry`` in the block is an error.
 
-        The cost: with ``"at_least_once"``, the row (and its parents' rows, with
-        multi-table inheritance) is locked while the block runs, on SQLite the whole
-        database, and other writers wait. For slow effects use
-        :func:`idempotent`, which keeps no locks while the work runs. Only the flag is written:
-        the block has to save any other change to the row itself.
+        The cost: with ``"at_least_once"``, the row (and its parents' rows, with multi-table
+        inheritance), on SQLite the whole database, is locked while the block runs. For slow
+        effects use :func:`idempotent`, which keeps no locks. Only the flag is written: the block
+        saves any other change itself.
 
-        The work is done again if the flag becomes False, either because you reset it on purpose
-        or because ``save()`` on an instance that was read earlier writes its old columns back.
+        The work is done again if the flag becomes False: you reset it, or ``save()`` on an
+        instance that was read earlier writes its old columns back.
 
         Args:
             pk: Primary key of the row.

@@ -224,10 +224,9 @@ def idempotent(
     """
     Do some work once for each key, no matter how many times it is called.
 
-    A record in the database says whether the work is running or done. No lock is held
-    while the work runs: one short transaction claims the record, with a lease that a
-    background thread renews, and another transaction finishes it. A repeat does nothing and
-    gets the stored result.
+    A record in the database says whether the work is running, under a lease that a background
+    thread renews, or done. No lock is held while the work runs. A repeat does nothing and gets
+    the stored result.
 
     Put the decorator below ``@shared_task``, with or without options, and below
     ``@single_instance``. A ``with`` block gets a :class:`Claim`, which is
@@ -238,10 +237,9 @@ def idempotent(
     before a ``with`` block then runs again. Outside tasks, a second caller gets
     AlreadyClaimed.
 
-    After an error, the next caller may do the work at once. After a process has died, the next
-    caller may do it when the lease has expired. So effects outside the database may happen
-    twice if the process dies before the record is written. Writes to this
-    database happen exactly once if :meth:`Claim.finish` is called in the same
+    After an error, the next caller may do the work at once; after a death, when the lease has
+    expired. So effects outside the database may happen twice. Writes to this database happen
+    exactly once if :meth:`Claim.finish` is called in the same
     ``atomic()`` (in a decorated function: ``current_claim().finish(result)``).
 
     Args:
@@ -252,8 +250,7 @@ def idempotent(
             arguments raises IdempotencyConflict.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
         ttl: How long the work counts as done, seconds or timedelta; None: for ever; unset:
-            ``RETENTION["records"]``. After that, a repeat does the work again, so choose a
-            time longer than any repeat can be delayed.
+            ``RETENTION["records"]``. Choose a time longer than any repeat can be delayed.
         using: Database alias of the records; None: the database that the router writes to.
 
     Raises:

@@ -309,8 +309,7 @@ def forget_record(key: str, *, using: str | None = None) -> bool:
         there was none.
 
     Raises:
-        AlreadyClaimed: A process does the work now, so it would be done twice. Try again when
-            that process has ended, or when its lease has.
+        AlreadyClaimed: A process does the work now. Try again when it has ended, or its lease has.
     """
     table = record_table(using)
     if table.at(key).idle().forget():

@@ -151,7 +151,7 @@ class StageRun(ListedRow):
         """
         Return whether the run was stopped, by ``abort()`` or because a step failed; one query.
 
-        Long steps can check it: the work of a stopped run is no longer needed.
+        Long steps can check it.
         """
         ours = StageRun.objects.using(self._state.db).filter(pk=self.pk)
         return not ours.active().exists()
@@ -160,8 +160,8 @@ class StageRun(ListedRow):
         """
         Wait until the run has succeeded, failed or been aborted; return it with fresh values.
 
-        The run is queried four times a second. For scripts and tests; a web page should read
-        :attr:`progress` now and then instead.
+        For scripts and tests, because it queries four times a second; a web page reads
+        :attr:`progress` now and then.
 
         Args:
             timeout: Seconds or timedelta; None waits for ever.
@@ -179,8 +179,8 @@ class StageRun(ListedRow):
         """
         Run the steps that failed or have not started; return the run with fresh values.
 
-        Steps that succeeded are not run again, and their params stay. The exception: if the
-        params of a stage were too large together, its steps that returned params run again.
+        Steps that succeeded are not run again, unless the params of their stage were too large
+        together: then those of them that returned params are.
 
         Raises:
             IllegalTransition: The run has not ended, has succeeded or still has running steps,
