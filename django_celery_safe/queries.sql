@@ -117,7 +117,7 @@ UPDATE django_celery_safe_idempotencyrecord
 SET "cursor" = CASE WHEN digest = :digest THEN "cursor" ELSE '' END, state = 'running',
     token = :token, holder = :holder, digest = :digest, claims = claims + 1, claimed_at = NOW,
     ends_at = AFTER(:lease), ended_at = NULL, expires_at = NULL, result = '', error = ''
-WHERE "key" = :key AND token = :before
+WHERE "key" = :key
     AND (state = 'failed' OR expires_at < NOW OR (state = 'running' AND ends_at < NOW))
 
 -- move_record --

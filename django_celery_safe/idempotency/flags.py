@@ -124,7 +124,13 @@ class IdempotentMixin:
             )
         alias = router.db_for_write(model) if using is None else using
         refuse_untested(alias, "do a thing once for a row")
-        once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
+        once = _Once(model, pk, flag, alias, nowait=nowait)
+        if durable and is_transaction_open(alias):
+            raise WrongTransaction(
+                f"do_once({once.label}) was called inside another transaction on {alias!r}, or "
+                f"with autocommit off there: a rollback would clear the flag. Call it outside "
+                f"atomic(), or pass durable=False to let the outer transaction decide."
+            )
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
         return cast("AbstractContextManager[Self | None]", block)
 
@@ -132,15 +138,12 @@ class IdempotentMixin:
 class _Once:
     """One use of :meth:`IdempotentMixin.do_once`."""
 
-    def __init__(
-        self, model: type[Model], pk: Any, flag: str, alias: str, *, nowait: bool, durable: bool
-    ) -> None:
+    def __init__(self, model: type[Model], pk: Any, flag: str, alias: str, *, nowait: bool) -> None:
         self._model, self._pk, self._flag, self._alias = model, pk, flag, alias
-        self._nowait, self._durable = nowait, durable
+        self._nowait = nowait
 
     @contextmanager
     def at_least_once(self) -> Iterator[Model | None]:
-        self._refuse_transaction()
         for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
                 attempt.is_won = True
@@ -153,7 +156,6 @@ class _Once:
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
-        self._refuse_transaction()
         for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
                 was_done = self._is_done(row)
@@ -179,14 +181,6 @@ class _Once:
     @property
     def label(self) -> str:
         return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
-
-    def _refuse_transaction(self) -> None:
-        if is_transaction_open(self._alias) and self._durable:
-            raise WrongTransaction(
-                f"do_once({self.label}) was called inside another transaction on {self._alias!r}, "
-                f"or with autocommit off there: a rollback would clear the flag. Call it outside "
-                f"atomic(), or pass durable=False to let the outer transaction decide."
-            )
 
     @contextmanager
     def _locked_row(self) -> Iterator[Model]:

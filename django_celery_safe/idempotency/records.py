@@ -216,15 +216,12 @@ class RecordClaim(Claim):
         for _ in range(TRIES):
             before, asked_at = asked_at, clock.now()
             row = table.find(self.key)
-            if row is None:
-                statement, last = "add_record", ""
-            elif row.token == self.token:
+            if row is not None and row.token == self.token:
                 return before  # the last try was written, and its answer was lost
-            elif not row.is_free:
+            if row is not None and not row.is_free:
                 return self._read(row)
-            else:
-                statement, last = "claim_record", row.token
-            if table.execute(statement, self.key, before=last, lease=self.seconds, **ours):
+            statement = "add_record" if row is None else "claim_record"
+            if table.execute(statement, self.key, lease=self.seconds, **ours):
                 return asked_at
         raise CelerySafeError(
             f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Final
 
-from django.db import models, transaction
+from django.db import models
 from django.db.models import Q
 from django.utils.functional import cached_property
 from django.utils.translation import gettext_lazy as _
@@ -63,14 +63,9 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Delete the records, so that the next caller does the work again; log each of them."""
         self._for_write = True  # the rows may have been read from a replica
         rows = change_locked(self, ("key", "state", "holder"))
-
-        def emit_all() -> None:
-            for key, state, holder in rows:
-                whole = decode_holder(holder, HeldLock(key)).name
-                RECORD_FORGOTTEN.emit(IdempotencyRecord, key=whole, state=state)
-
-        if rows:
-            transaction.on_commit(emit_all, using=self.db)
+        for key, state, holder in rows:
+            facts = {"key": decode_holder(holder, HeldLock(key)).name, "state": state}
+            RECORD_FORGOTTEN.emit_on_commit(IdempotencyRecord, using=self.db, **facts)
         return len(rows)
 
     def erase(self) -> int:

@@ -273,7 +273,7 @@ def follow(records: Any) -> None:
     """Let a second claim it."""
     facts = {"holder": "{}", "digest": "", "lease": LONG.total_seconds()}
     table = record_table(records.db)
-    assert table.execute("claim_record", KEY, before=FIRST, token=SECOND, **facts)
+    assert table.execute("claim_record", KEY, token=SECOND, **facts)
 
 
 def follow_and_fail(records: Any) -> None:

@@ -76,7 +76,7 @@ def test_a_claim_that_commits_meanwhile_is_safe(
             holder = encode_holder("mail:1", Holder("web2", 43))
             facts = {"holder": holder, "digest": "", "lease": LEASE.total_seconds()}
             table = record_table(postgres_alias)
-            assert table.execute("claim_record", "mail:1", before="mail:1", token="new", **facts)
+            assert table.execute("claim_record", "mail:1", token="new", **facts)
             forgotten = pool.submit(forget)
             wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 20)
         with pytest.raises(AlreadyClaimed):

@@ -485,8 +485,8 @@ MUTATIONS = {
     "idempotency": [
         M(
             "queries.sql:claim_record",
-            " AND token = :before",
-            "",
+            "(state = 'running' AND ends_at < NOW)",
+            "state = 'running'",
             "two processes do the work of one key",
         ),
         M(
