@@ -104,8 +104,8 @@ class StageSteps(models.QuerySet["StageStep"]):
         )
 
     def abort(self) -> int:
-        """Abort the steps that wait; return how many."""
-        return self.waiting().update(status=Status.ABORTED, ended_at=Now())
+        """Abort the steps, all of which wait; return how many."""
+        return self.update(status=Status.ABORTED, ended_at=Now())
 
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""

@@ -670,9 +670,9 @@ MUTATIONS = {
             "a task that kills its workers is never set aside",
         ),
         M(
-            "models.step_states:StageSteps.abort",
-            "self.waiting().update(",
-            "self.update(",
+            "stages.engine:stop",
+            ".filter(run=run.pk).waiting()",
+            ".filter(run=run.pk)",
             "aborting a run changes steps that have succeeded",
         ),
     ],
