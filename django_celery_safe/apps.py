@@ -17,10 +17,9 @@ class DjangoCelerySafeConfig(AppConfig):
         from . import checks, transactions
         from .delivery import endings
         from .idempotency import records
-        from .models.stages import RunRoom, StageRun
         from .resuming import handing_over
         from .sending import housekeeping
-        from .stages import decisions, progress, step_table
+        from .stages import step_table
 
         checks.connect()
         transactions.connect()
@@ -30,10 +29,3 @@ class DjangoCelerySafeConfig(AppConfig):
         housekeeping.connect()
         step_table.connect()
         records.connect()
-        StageRun.room = RunRoom(
-            progress.progress,
-            progress.progress_by_stage,
-            progress.wait,
-            decisions.resume,
-            decisions.abort,
-        )

@@ -35,9 +35,6 @@ TAKEN: Final = frozenset({3572, 1205})
 #: Most bytes of one INSERT. MariaDB accepts 16 MB by default, and each byte may be escaped.
 PACKET_BYTES: Final = 4 * 1024 * 1024
 
-#: Databases that passed :func:`refuse_unfit`: alias, name and table.
-_fit: set[tuple[str, str, str]] = set()
-
 
 class Now(functions.Now):
     """
@@ -138,33 +135,6 @@ def refuse_untested(alias: str, what: str) -> None:
         f"do something else without a word. Let an alias on PostgreSQL, MariaDB, MySQL or SQLite "
         f"do it."
     )
-
-
-def refuse_unfit(alias: str, what: str, table: str = "") -> None:
-    """
-    Refuse what ``refuse_untested`` refuses, and a MySQL or MariaDB that lacks features.
-
-    The server is queried only at its first use in this process.
-
-    Args:
-        what: The database's purpose, such as "hold locks".
-        table: A table of the project that also needs transactions.
-
-    Raises:
-        ConfigurationError: The database is of another kind or too old, or a table has no
-            transactions.
-    """
-    refuse_untested(alias, what)
-    connection = connections[alias]
-    if connection.vendor != MYSQL:
-        return
-    key = alias, str(connection.settings_dict["NAME"]), table
-    if key in _fit:
-        return
-    if fault := find_unfit(alias, table):
-        reason, hint = fault
-        raise ConfigurationError(f'DATABASES["{alias}"] can\'t {what}: {reason}. {hint}')
-    _fit.add(key)
 
 
 def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:

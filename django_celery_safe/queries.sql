@@ -102,7 +102,7 @@ WHERE attempt = :attempt AND token = :token
 DELETE FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
 
 -- find_record --
-SELECT state, token, holder, digest, claims, result, error, UNTIL(ends_at),
+SELECT state, token, holder, digest, result, error, UNTIL(ends_at),
     state = 'failed' OR COALESCE(expires_at < NOW, FALSE) OR (state = 'running' AND ends_at < NOW)
 FROM django_celery_safe_idempotencyrecord WHERE "key" = :key
 
@@ -112,15 +112,23 @@ INSERT INTO django_celery_safe_idempotencyrecord (
 ) VALUES (:key, 'running', :token, :holder, :digest, 1, NOW, AFTER(:lease), '', '', '')
 ON CONFLICT DO NOTHING
 
+-- claim_record --
+UPDATE django_celery_safe_idempotencyrecord
+SET "cursor" = CASE WHEN digest = :digest THEN "cursor" ELSE '' END, state = 'running',
+    token = :token, holder = :holder, digest = :digest, claims = claims + 1, claimed_at = NOW,
+    ends_at = AFTER(:lease), ended_at = NULL, expires_at = NULL, result = '', error = ''
+WHERE "key" = :key
+    AND (state = 'failed' OR expires_at < NOW OR (state = 'running' AND ends_at < NOW))
+
 -- move_record --
 UPDATE django_celery_safe_idempotencyrecord
 SET "cursor" = COALESCE(:cursor, "cursor"), ends_at = AFTER(:lease)
 WHERE "key" = :key AND token = :token AND state = 'running'
 
--- finish_record --
+-- end_record --
 UPDATE django_celery_safe_idempotencyrecord
-SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep),
-    "cursor" = ''
+SET state = :state, result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep),
+    "cursor" = COALESCE(:cursor, "cursor")
 WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- lock_run --
@@ -152,15 +160,9 @@ WHERE s.id = :pk AND s.task_id = :task_id
 UPDATE django_celery_safe_stagestep
 SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
     traceback = ''
-WHERE id = :pk AND task_id = :task_id AND status = 'running' AND EXISTS (
+WHERE id = :pk AND task_id = :task_id AND status = 'running' AND (:is_eager OR EXISTS (
     SELECT 1 FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
-)
-
--- succeed_eager_step --
-UPDATE django_celery_safe_stagestep
-SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
-    traceback = ''
-WHERE id = :pk AND task_id = :task_id AND status = 'running'
+))
 
 -- find_unfinished_step --
 SELECT id FROM django_celery_safe_stagestep

@@ -7,12 +7,9 @@ as transactions here.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import (
@@ -39,9 +36,6 @@ logger = get_logger(__name__)
 
 #: Errors of a statement whose connection is dead, or whose server does not accept writes.
 DISCONNECTED: Final = (OperationalError, InterfaceError, InternalError)
-#: Shortest and longest pause before a database that was unavailable is tried again, s.
-SHORTEST_PAUSE: Final = 0.05
-LONGEST_PAUSE: Final = 1.0
 #: How many times a refused transaction is tried; each time, another transaction succeeded.
 TRIES: Final = 20
 #: The prefix of our tables' names.
@@ -60,58 +54,6 @@ MOST_KEYS: Final = 500
 #: Time after which there is no further try, s: each may have waited for a lock until the
 #: database's timeout.
 LONGEST_RACE: Final = 20.0
-
-
-class _Here(threading.local):
-    """The connections that this thread has opened, by alias."""
-
-    def __init__(self) -> None:
-        self.opened: dict[str, Any] = {}
-
-
-_here: Final = _Here()
-
-#: Connections and connection pools that the parent had open when it forked this process.
-#: The reference stays, because a client may end the session of an unreferenced connection.
-_inherited: list[Any] = []
-_leaving = threading.Lock()
-
-
-def leave_inherited(alias: str) -> None:
-    """
-    Drop a connection to ``alias`` inherited from the parent process, so that a new one is made.
-
-    Two processes on one connection would read each other's answers. The parent's connection is
-    not closed, because that would end its session. A connection in ``atomic()`` is left alone.
-    """
-    if not _inherited:
-        return
-    connection: Any = connections[alias]
-    if connection.in_atomic_block:
-        return
-    if any(connection.connection is one for one in _inherited):
-        connection.connection = None
-    pools = getattr(connection, "_connection_pools", {})  # one dict for all threads
-    with _leaving:
-        if any(pools.get(alias) is one for one in _inherited):
-            del pools[alias]
-
-
-def _remember_inherited() -> None:
-    global _leaving
-    _leaving = threading.Lock()
-    if "settings" not in vars(connections):
-        return  # this process has not connected yet
-    connection: Any
-    for connection in connections.all(initialized_only=True):
-        # A database in memory is this process's own copy.
-        if connection.vendor == "sqlite" and connection.is_in_memory_db():
-            continue
-        pools = getattr(connection, "_connection_pools", {})
-        _inherited.extend(one for one in [connection.connection, *pools.values()] if one)
-
-
-os.register_at_fork(after_in_child=_remember_inherited)
 
 
 def is_pooled(alias: str) -> bool:
@@ -141,31 +83,22 @@ def in_atomic(alias: str) -> bool:
     return any(not _is_of_testcase(block) for block in connection.atomic_blocks)
 
 
-def is_manual(alias: str) -> bool:
-    """
-    Return whether the project itself commits on ``alias``: no autocommit and no ``atomic()``.
-
-    May connect; raises the database's error if that fails.
-    """
-    connection = connections[alias]
-    return not connection.in_atomic_block and not connection.get_autocommit()
-
-
 def is_transaction_open(alias: str) -> bool:
     """
     Return whether the project has a transaction open here, which hides writes from others.
 
-    A connection inherited from a parent process is dropped first. May connect, like
-    :func:`is_manual`.
+    That is an ``atomic()``, or autocommit is off. May connect; raises the database's error if
+    that fails.
     """
-    leave_inherited(alias)
-    return in_atomic(alias) or is_manual(alias)
+    connection = connections[alias]
+    is_manual = not connection.in_atomic_block and not connection.get_autocommit()
+    return in_atomic(alias) or is_manual
 
 
 def reconnect(alias: str) -> None:
     """Replace a connection, which rolls back what is open on it; TestCase's is left alone."""
     connection = connections[alias]
-    if any(map(_is_of_testcase, connection.atomic_blocks)):
+    if is_in_testcase(alias):
         return
     with suppress(Error):
         connection.close()
@@ -188,19 +121,6 @@ def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]
     return [alias for alias in opened if in_atomic(alias)]
-
-
-def has_block() -> bool:
-    """
-    Return whether a connection that this thread has opened is inside an ``atomic()`` block.
-
-    In a tenth of the time of :func:`aliases_in_atomic`, which also finds connections that
-    another thread has opened and shares, as in a test with a live server.
-    """
-    for connection in _here.opened.values():  # noqa: SIM110 - any() takes twice as long
-        if connection.in_atomic_block:
-            return True
-    return False
 
 
 class TransactionTry(AbstractContextManager["TransactionTry", bool]):
@@ -309,27 +229,6 @@ def lock_whole(alias: str, model: type[Model]) -> None:
         cursor.execute(f"DELETE FROM {model._meta.db_table} WHERE 1 = 0")  # noqa: S608
 
 
-def repeat_lost_races(alias: str, ask: Callable[[], T]) -> T:
-    """
-    Execute a statement, repeat it while other transactions are faster, and return its answer.
-
-    Inside ``atomic()`` it is executed once, because a deadlock ends the whole transaction.
-
-    Raises:
-        OperationalError: The last execution lost the race, too.
-    """
-    if connections[alias].in_atomic_block:
-        return ask()
-    give_up_at = time.monotonic() + LONGEST_RACE
-    for _ in range(TRIES - 1):
-        try:
-            return ask()
-        except OperationalError as error:
-            if not is_lost_race(error) or time.monotonic() > give_up_at:
-                raise
-    return ask()
-
-
 def is_autocommit(connection: Any) -> bool:
     """Return whether an open connection commits each statement at once."""
     return connection.autocommit and not connection.in_atomic_block
@@ -356,11 +255,9 @@ def replace_if_cut(alias: str, session: object) -> bool:
 def connect() -> None:
     """Register the repetition of single statements on our tables, outside of transactions."""
     connection_created.connect(_on_connection, dispatch_uid=__name__)
-    _here.opened.update({one.alias: one for one in connections.all(initialized_only=True)})
 
 
 def _on_connection(connection: Any, **kwargs: Any) -> None:
-    _here.opened[connection.alias] = connection
     wrappers = connection.execute_wrappers
     if connection.vendor != "sqlite" and _execute_repeatedly not in wrappers:
         # Not the last one: a block of execute_wrapper() that connects removes the last at its end.
@@ -382,16 +279,20 @@ def _execute_repeatedly(
     is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
     if not (is_ours and sql.startswith(OUR_STATEMENTS)):
         return execute(sql, params, many, context)
-    ask = partial(execute, sql, params, many, context)
-    session = connection.connection
-    try:
-        return repeat_lost_races(connection.alias, ask)
-    except DISCONNECTED:
-        if not replace_if_cut(connection.alias, session):
-            raise
+    session, give_up_at = connection.connection, time.monotonic() + LONGEST_RACE
+    for number in range(1, TRIES + 1):
+        try:
+            return execute(sql, params, many, context)
+        except DISCONNECTED as error:
+            is_lost = isinstance(error, OperationalError) and is_lost_race(error)
+            if is_lost and number < TRIES and time.monotonic() < give_up_at:
+                continue
+            if not replace_if_cut(connection.alias, session):
+                raise
+            break
     # The caller reads the answer from its own cursor.
     context["cursor"].cursor = connection.cursor().cursor
-    return ask()
+    return execute(sql, params, many, context)
 
 
 @contextmanager
@@ -414,35 +315,6 @@ def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
         yield
     finally:
         execute(f"PRAGMA busy_timeout = {int(before)}")
-
-
-def retry_on_new_connection(
-    alias: str, ask: Callable[[], T], left: Callable[[], float], what: str
-) -> T:
-    """
-    Call ``ask`` again after one of the errors ``DISCONNECTED``, outside of ``atomic()``.
-
-    Args:
-        ask: Queries the database; an earlier query may have succeeded, and its answer been lost.
-        left: Returns for how many seconds ``ask`` may be retried; 0: it is called once, at once.
-        what: Whose outcome ``ask`` records, for the log.
-
-    Raises:
-        django.db.Error: The database does not answer.
-    """
-    connection, pause = connections[alias], SHORTEST_PAUSE
-    while True:
-        # The connection may be dead, or its server may not accept writes any more.
-        connection.close()
-        try:
-            return ask()
-        except DISCONNECTED as error:
-            if connection.in_atomic_block or left() <= pause:
-                raise
-            failure = describe_error(error)
-        logger.warning("Could not record the outcome of %s; retrying: %s", what, failure)
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def lacks_table(alias: str, *models: str) -> bool:

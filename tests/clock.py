@@ -121,7 +121,7 @@ class HeldClock:
 
     def _is_settled(self) -> bool:
         with renewer.mutex:
-            return all(self._is_waiting(lane) for lane in renewer.lanes.values() if lane._leases)
+            return all(self._is_waiting(lane) for lane in renewer.lanes.values() if lane.leases)
 
     def _is_waiting(self, lane: Lane) -> bool:
         waits = [wait for wait in self._waits if wait.condition is lane._wake]

@@ -29,8 +29,8 @@ LIMITS: Final = {
     "do_once": 5,
     "idempotent run": 34,
     "start": 47,
-    "step and next stage": 97,
-    "last step": 63,
+    "step and next stage": 95,
+    "last step": 61,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -145,7 +145,7 @@ def locks_in_redis(redis_cache_settings: MakeRedisCache, settings: Settings) -> 
 
 def renew_at_once(name: str) -> Lease[Any]:
     """Let the time come at which a held lock is renewed."""
-    leases = [lease for lane in list(renewer.lanes.values()) for lease in lane._leases]
+    leases = [lease for lane in list(renewer.lanes.values()) for lease in lane.leases]
     (lease,) = (lease for lease in leases if lease.name == name)
     lease.renew_at = 0.0
     renewer.add(lease)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
 from ..leases.clock import clock
 from ..leases.holder import Holder
-from ..leases.lease import Lease
+from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
@@ -144,7 +145,8 @@ class SentLock:
     def _renew(self, seconds: float, *, asks: bool = True) -> None:
         store, seconds = self._store, min(seconds, self.timeout)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
-        lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
+        owner = Owner(alive := weakref.ref(self), alive, alive)
+        lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None, owner)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)

@@ -18,7 +18,7 @@ from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
 from .. import conf
-from ..databases import refuse_unfit, says_taken
+from ..databases import refuse_untested, says_taken
 from ..delivery.copies import is_requeued
 from ..emitting import Event
 from ..events import ALREADY_DONE, ONCE_FAILED
@@ -71,14 +71,13 @@ class IdempotentMixin:
         may never happen; a failure is logged at ERROR and sent as ``once_failed``. A
         retry would find the flag set, so raising ``Retry`` in the block is an error.
 
-        The cost: with ``"at_least_once"``, the row (and its parents' rows, with
-        multi-table inheritance) is locked while the block runs, on SQLite the whole
-        database, and other writers wait. For slow effects use
-        :func:`idempotent`, which keeps no locks while the work runs. Only the flag is written:
-        the block has to save any other change to the row itself.
+        The cost: with ``"at_least_once"``, the row (and its parents' rows, with multi-table
+        inheritance), on SQLite the whole database, is locked while the block runs. For slow
+        effects use :func:`idempotent`, which keeps no locks. Only the flag is written: the block
+        saves any other change itself.
 
-        The work is done again if the flag becomes False, either because you reset it on purpose
-        or because ``save()`` on an instance that was read earlier writes its old columns back.
+        The work is done again if the flag becomes False: you reset it, or ``save()`` on an
+        instance that was read earlier writes its old columns back.
 
         Args:
             pk: Primary key of the row.
@@ -124,8 +123,14 @@ class IdempotentMixin:
                 "inside another transaction: leave durable=False out."
             )
         alias = router.db_for_write(model) if using is None else using
-        refuse_unfit(alias, "do a thing once for a row", model._meta.db_table)
-        once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
+        refuse_untested(alias, "do a thing once for a row")
+        once = _Once(model, pk, flag, alias, nowait=nowait)
+        if durable and is_transaction_open(alias):
+            raise WrongTransaction(
+                f"do_once({once.label}) was called inside another transaction on {alias!r}, or "
+                f"with autocommit off there: a rollback would clear the flag. Call it outside "
+                f"atomic(), or pass durable=False to let the outer transaction decide."
+            )
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
         return cast("AbstractContextManager[Self | None]", block)
 
@@ -133,15 +138,12 @@ class IdempotentMixin:
 class _Once:
     """One use of :meth:`IdempotentMixin.do_once`."""
 
-    def __init__(
-        self, model: type[Model], pk: Any, flag: str, alias: str, *, nowait: bool, durable: bool
-    ) -> None:
+    def __init__(self, model: type[Model], pk: Any, flag: str, alias: str, *, nowait: bool) -> None:
         self._model, self._pk, self._flag, self._alias = model, pk, flag, alias
-        self._nowait, self._durable = nowait, durable
+        self._nowait = nowait
 
     @contextmanager
     def at_least_once(self) -> Iterator[Model | None]:
-        self._refuse_transaction()
         for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
                 attempt.is_won = True
@@ -154,7 +156,6 @@ class _Once:
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
-        self._refuse_transaction()
         for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
                 was_done = self._is_done(row)
@@ -180,14 +181,6 @@ class _Once:
     @property
     def label(self) -> str:
         return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
-
-    def _refuse_transaction(self) -> None:
-        if is_transaction_open(self._alias) and self._durable:
-            raise WrongTransaction(
-                f"do_once({self.label}) was called inside another transaction on {self._alias!r}, "
-                f"or with autocommit off there: a rollback would clear the flag. Call it outside "
-                f"atomic(), or pass durable=False to let the outer transaction decide."
-            )
 
     @contextmanager
     def _locked_row(self) -> Iterator[Model]:

@@ -63,7 +63,7 @@ class Idempotent:
         self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.TTL.delta(ttl, "ttl")
         #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
-        self._begun: tuple[RecordClaim | None, AbstractContextManager[None] | None] = (None, None)
+        self._block: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Claim:
         key = self._key
@@ -78,7 +78,7 @@ class Idempotent:
                 f"`with idempotent({key!r})` does not fill in placeholders, so {found[0]} would "
                 f"be the same for every call. Write the key as an f-string."
             )
-        if self._begun[1] is not None:
+        if self._block is not None:
             raise ConfigurationError(
                 f"idempotent({key!r}) is in use by this very object. Make another one."
             )
@@ -88,18 +88,11 @@ class Idempotent:
         self._begin(claim, task, message)
         block = _recording(claim)
         block.__enter__()
-        self._begun = claim, block
+        self._block = block
         return claim
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
-        (claim, block), self._begun = self._begun, (None, None)
-        if exc_info[0] is None and claim is not None and claim.is_repeat and not claim.asked:
-            warnings.warn(
-                f"A block ran without checking its claim, although {claim.key!r} was already "
-                f"done. Write: with idempotent(...) as claim: if claim: ...",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        block, self._block = self._block, None
         if block is not None:
             block.__exit__(*exc_info)
 
@@ -156,19 +149,13 @@ class Idempotent:
         sent = None
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
-        key_by = functools.partial(
-            call_key,
-            name,
-            function,
-            args=args,
-            kwargs=kwargs,
-            bound=bound,
-            serializer=serializer,
-            sent=sent,
-        )
+        call: Any = {"args": args, "kwargs": kwargs, "bound": bound, "serializer": serializer}
+        call["sent"] = sent
         # Arguments that can't be encoded, such as a method's self, are not part of the digest.
-        digest = "" if isinstance(self._key, conf.Unset) else key_by(conf.UNSET, is_digest=True)
-        return self._make_claim(f"{name}:{key_by(self._key)}", digest)
+        digest = ""
+        if not isinstance(self._key, conf.Unset):
+            digest = call_key(name, function, conf.UNSET, is_digest=True, **call)
+        return self._make_claim(f"{name}:{call_key(name, function, self._key, **call)}", digest)
 
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds, keep = self._timeout, self._ttl
@@ -182,13 +169,20 @@ class Idempotent:
 @contextmanager
 def _recording(claim: RecordClaim) -> Iterator[None]:
     """Hold a claim, unless it is a repeat, while the block does the work; record how that ends."""
-    if claim.is_repeat:
-        yield
+    if not claim.is_repeat:
+        with claim.holding(claim.fail):
+            yield
+            if not claim.is_of_parent():
+                claim.succeed()
         return
-    with claim.holding(claim.fail):
-        yield
-        if not claim.is_of_parent():
-            claim.succeed()
+    yield
+    if not claim.asked:
+        warnings.warn(
+            f"A block ran without checking its claim, although {claim.key!r} was already done. "
+            f"Write: with idempotent(...) as claim: if claim: ...",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _message_of(request: Context | None) -> Context | None:
@@ -230,10 +224,9 @@ def idempotent(
     """
     Do some work once for each key, no matter how many times it is called.
 
-    A record in the database says whether the work is running or done. No lock is held
-    while the work runs: one short transaction claims the record, with a lease that a
-    background thread renews, and another transaction finishes it. A repeat does nothing and
-    gets the stored result.
+    A record in the database says whether the work is running, under a lease that a background
+    thread renews, or done. No lock is held while the work runs. A repeat does nothing and gets
+    the stored result.
 
     Put the decorator below ``@shared_task``, with or without options, and below
     ``@single_instance``. A ``with`` block gets a :class:`Claim`, which is
@@ -244,10 +237,9 @@ def idempotent(
     before a ``with`` block then runs again. Outside tasks, a second caller gets
     AlreadyClaimed.
 
-    After an error, the next caller may do the work at once. After a process has died, the next
-    caller may do it when the lease has expired. So effects outside the database may happen
-    twice if the process dies before the record is written. Writes to this
-    database happen exactly once if :meth:`Claim.finish` is called in the same
+    After an error, the next caller may do the work at once; after a death, when the lease has
+    expired. So effects outside the database may happen twice. Writes to this database happen
+    exactly once if :meth:`Claim.finish` is called in the same
     ``atomic()`` (in a decorated function: ``current_claim().finish(result)``).
 
     Args:
@@ -258,8 +250,7 @@ def idempotent(
             arguments raises IdempotencyConflict.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
         ttl: How long the work counts as done, seconds or timedelta; None: for ever; unset:
-            ``RETENTION["records"]``. After that, a repeat does the work again, so choose a
-            time longer than any repeat can be delayed.
+            ``RETENTION["records"]``. Choose a time longer than any repeat can be delayed.
         using: Database alias of the records; None: the database that the router writes to.
 
     Raises:

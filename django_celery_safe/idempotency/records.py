@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from celery._state import get_current_task
 from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
-from django.db import connections, router
+from django.db import router
 
 from .. import conf, queries
-from ..databases import MYSQL, refuse_unfit, refuse_untested
+from ..databases import refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
 from ..exceptions import (
@@ -28,14 +28,14 @@ from ..exceptions import (
     IdempotencyConflict,
     InvalidResult,
 )
-from ..foreign_errors import describe_error, find_soft_time_limit
+from ..foreign_errors import describe_error
 from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease_table import LeaseTable
 from ..sending.housekeeping import add_pruning
 from ..texts import get_logger
-from ..transactions import TRIES, reconnect
+from ..transactions import TRIES
 from ..values import decode
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class Found(NamedTuple):
     token: str
     holder: str
     digest: str
-    claims: int
     result: str
     error: str
     left: float
@@ -95,33 +94,13 @@ class RecordTable(LeaseTable):
         row = self.find(name)
         return None if row is None else row.held(name)
 
-    def add_if_absent(
-        self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
-    ) -> bool:
-        """Add a record held by this claim; return False if another process was first."""
-        if connections[self.alias].vendor == MYSQL:
-            refuse_unfit(self.alias, "record what is done once")
-        values = {"key": plain_name(key), "token": token, "holder": holder, "digest": digest}
-        seconds = lease.total_seconds()
-        return bool(queries.execute(self.alias, "add_record", **values, lease=seconds))
+    def execute(self, statement: str, name: str, **values: Any) -> bool:
+        """Execute a statement on the key's record; return whether it changed the record."""
+        return bool(queries.execute(self.alias, statement, key=plain_name(name), **values))
 
     def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far the work got; return whether the claim held the record."""
-        key = plain_name(name)
-        return bool(queries.execute(self.alias, "move_record", key=key, token=token, **values))
-
-    def finish(self, key: str, token: str, result: str, keep: timedelta | None, error: str) -> bool:
-        """
-        Record that the claimed work is done; False if the claim had lost the record.
-
-        Args:
-            result: The result for repeats, as JSON; "": None.
-            keep: How long the record keeps the work from being done again; None: for ever.
-            error: Why there is no result; "": there is one.
-        """
-        values = {"key": plain_name(key), "token": token, "result": result, "error": error}
-        seconds = None if keep is None else keep.total_seconds()
-        return bool(queries.execute(self.alias, "finish_record", **values, keep=seconds))
+        return self.execute("move_record", name, token=token, **values)
 
 
 def _record_model() -> type[IdempotencyRecord]:
@@ -167,35 +146,24 @@ class RecordClaim(Claim):
         """
         task = get_current_task()
         request = None if task is None else task.request
-        holder = self.prepare(
-            task,
-            request,
+        what, instead = (
             f"idempotent({self.key!r})",
             "Call it outside atomic(); the work itself may open one.",
         )
+        holder = self.prepare(task, request, what, instead)
         try:
             found = self._take(holder)
-            if isinstance(found, HeldLock):
-                return found
-            if found is None:
-                self.is_repeat = True
-                self._emit(CLAIM_REPEATED)
-            else:
-                self.asked_at = found
-                self.begin()
-        except CelerySafeError:
+        except DatabaseError as error:
+            self.table.check_migrated(error)
             raise
-        except BaseException as error:
-            interrupted = find_soft_time_limit(error)
-            if interrupted is None and isinstance(error, DatabaseError):
-                self.table.check_migrated(error)
-                raise
-            # A soft time limit, or no thread could be started. The claim may have been written.
-            reconnect(self.table.alias)  # it may have been interrupted anywhere
-            self._record_failed("interrupted before it began")
-            if interrupted is None:
-                raise
-            raise interrupted from error
+        if isinstance(found, HeldLock):
+            return found
+        if found is None:
+            self.is_repeat = True
+            self._emit(CLAIM_REPEATED)
+        else:
+            self.asked_at = found
+            self.begin()
         return None
 
     def succeed(self, result: Any = None) -> None:
@@ -209,30 +177,29 @@ class RecordClaim(Claim):
             InvalidResult: The result can't be stored.
             WrongTransaction: The transaction of :meth:`finish` was rolled back.
         """
-        if not self.is_finished:
-            if self.is_resent() and not self.is_of_parent():
-                self.end()
-                self.fail(Retry("The task has re-sent itself"))
-                return
-            try:
-                self.finish(result)
-            except InvalidResult as error:
-                from ..models.text import storable  # needs the app registry
-
-                self._error = storable(error.reason)
-                self._record_done("")
-                raise
-        elif self.is_of_parent():
+        if self.is_finished:
+            if not self.is_of_parent():
+                self.check_committed()
             return
-        else:
-            self.check_committed()
+        if _has_resent_itself() and not self.is_of_parent():
+            self.end()
+            self.fail(Retry("The task has re-sent itself"))
+            return
+        try:
+            self.finish(result)
+        except InvalidResult as error:
+            from ..models.text import storable  # needs the app registry
+
+            self._error = storable(error.reason)
+            self._record_done("")
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Record the end of work that raised an error, unless :meth:`finish` has recorded it."""
         reason = describe_error(error)
         recorded = self._record_failed(reason)
         if recorded is False:
-            self.record_lost()
+            self.find_new_holder()
         elif recorded and not isinstance(error, TaskPredicate):  # a retry is not yet a failure
             self._emit(CLAIM_FAILED, error=reason)
 
@@ -245,26 +212,17 @@ class RecordClaim(Claim):
             with its current holder; or None if the work is done.
         """
         table, asked_at = self.table, 0.0
-        ours: Any = {
-            "token": self.token,
-            "lease": timedelta(seconds=self.seconds),
-            "holder": holder,
-            "digest": self._digest,
-        }
+        ours = {"token": self.token, "holder": holder, "digest": self._digest}
         for _ in range(TRIES):
             before, asked_at = asked_at, clock.now()
             row = table.find(self.key)
-            if row is None:
-                if table.add_if_absent(self.key, **ours):
-                    return asked_at
-            elif row.token == self.token:
+            if row is not None and row.token == self.token:
                 return before  # the last try was written, and its answer was lost
-            elif not row.is_free:
+            if row is not None and not row.is_free:
                 return self._read(row)
-            else:
-                free = self._rows().filter(token=row.token)
-                if free.try_claim(**ours, claims=row.claims + 1):
-                    return asked_at
+            statement = "add_record" if row is None else "claim_record"
+            if table.execute(statement, self.key, lease=self.seconds, **ours):
+                return asked_at
         raise CelerySafeError(
             f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "
             f"is being added and forgotten again and again. Find out by whom."
@@ -283,7 +241,13 @@ class RecordClaim(Claim):
         return None
 
     def _write_done(self, text: str) -> bool:
-        return self.table.finish(self.name, self.token, text, self._keep, self._error)
+        return self._end("done", self._error, result=text, cursor="")
+
+    def _end(self, state: str, error: str, *, result: str = "", cursor: str | None = None) -> bool:
+        """Record that the claimed work has ended; False if the claim had lost the record."""
+        keep = None if self._keep is None else self._keep.total_seconds()
+        values = {"token": self.token, "result": result, "cursor": cursor, "keep": keep}
+        return self.table.execute("end_record", self.name, state=state, error=error, **values)
 
     def _record_failed(self, reason: str) -> bool | None:
         """
@@ -293,13 +257,11 @@ class RecordClaim(Claim):
             Whether it is recorded; False: the claim was lost; None: finish() has ended the work,
             or the database does not answer.
         """
-        records, token = self._rows(), self.token
+        from ..models.text import storable  # needs the app registry
+
+        written, failed = storable(reason), self._rows().failed().filter(token=self.token)
         try:
-            if self.end_by(
-                lambda: records.fail(token, reason, self._keep),
-                lambda: records.failed().filter(token=token).exists(),
-                patient=False,
-            ):
+            if self.end_by(lambda: self._end("failed", written), failed.exists, patient=False):
                 return True
             return None if self.is_done(patient=False) else False
         except DatabaseError as error:
@@ -313,6 +275,16 @@ class RecordClaim(Claim):
     def _emit(self, event: Event, **fields: Any) -> None:
         task = get_current_task()
         event.emit(Claim, key=self.key, task_id=None if task is None else task.request.id, **fields)
+
+
+def _has_resent_itself() -> bool:
+    """Return whether the task that runs here has re-sent itself, as ``retry(throw=False)`` does."""
+    task = get_current_task()
+    if task is None:
+        return False
+    request: Any = task.request
+    # With trail=False there are no children.
+    return hasattr(request, "safe_retries") or any(one.id == request.id for one in request.children)
 
 
 def record_table(using: str | None = None) -> RecordTable:
@@ -334,8 +306,7 @@ def forget_record(key: str, *, using: str | None = None) -> bool:
         there was none.
 
     Raises:
-        AlreadyClaimed: A process does the work now, so it would be done twice. Try again when
-            that process has ended, or when its lease has.
+        AlreadyClaimed: A process does the work now. Try again when it has ended, or its lease has.
     """
     table = record_table(using)
     if table.at(key).idle().forget():

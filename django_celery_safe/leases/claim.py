@@ -1,60 +1,23 @@
 """
 :class:`Claim`: a process's claim of one table row, and of the work that the row stands for.
 
-Records, carried messages and steps are claimed in the same way: a statement writes a token into
-the row, with a lease that is renewed. If the process dies, the lease expires. The statement
-that records the end of the work checks the token, so a lost claim changes nothing.
+Records and carried messages, such as those of steps, are claimed in the same way: see
+``held_row``.
 """
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final
 
-from celery._state import get_current_task
-from django.db import connections, transaction
-
-from ..events import CLAIM_LOST
-from ..exceptions import (
-    ClaimLost,
-    ConfigurationError,
-    InvalidResult,
-    LockBackendError,
-    WrongTransaction,
-)
-from ..foreign_errors import find_shutdown
-from ..transactions import (
-    DISCONNECTED,
-    in_atomic,
-    is_transaction_open,
-    reconnect,
-    retry_on_new_connection,
-)
+from ..exceptions import ConfigurationError, InvalidResult, WrongTransaction
 from ..values import NotPlain, encode
-from .clock import clock
-from .holder import HeldLock, describe_holder, encode_holder, holder_text
-from .lease import Lease
-from .lease_table import LeaseTable
-from .renewer import renewer
-
-R = TypeVar("R")
+from .held_row import HeldRow
 
 #: Longest result, characters of JSON: a repeat reads the whole result.
 LONGEST_RESULT: Final = 65536
 
-#: The claims under which the running code works, the innermost last, each with the request of
-#: the task that holds it; None: code outside of tasks holds it.
-_current: ContextVar[tuple[tuple[Claim, Any], ...]] = ContextVar(
-    "django_celery_safe_claims", default=()
-)
 
-
-class Claim(ABC):
+class Claim(HeldRow):
     """
     The exclusive right to do some work.
 
@@ -67,48 +30,13 @@ class Claim(ABC):
         result: The result that :meth:`finish` recorded; None while the work is not done.
     """
 
-    #: The table that has the row; each kind of claim annotates it with its own type.
-    table: Any
-    #: Whether the row runs its task again if this process does not end it.
-    is_carried = False
-
-    def __init__(self, table: LeaseTable | None, name: str, key: str, seconds: float) -> None:
-        """
-        Prepare a claim.
-
-        Args:
-            table: The table with the row; None: the claim has no row.
-            name: The row's name in the table.
-            key: The name of the work.
-            seconds: Length of the lease.
-        """
-        self.table = table
-        self.name, self.key, self.seconds = name, key, seconds
-        self.result: Any = None
-        #: Whether the work had been done before, whether :meth:`finish` was called, inside a
-        #: transaction or not, and whether this process still holds the row, as far as it knows.
-        self.is_repeat = self.is_finished = self.is_held = False
-        self.token = os.urandom(16).hex()
-        #: When the statement that wrote the token was sent, by :data:`clock`.
-        self.asked_at = 0.0
-        #: The row's lease, which is renewed; None until :meth:`begin`.
-        self.lease: Lease[Any] | None = None
-        #: Whether the renewing thread can see the row and renews its lease.
-        self._renews = False
-        self._is_committed = False
-        #: What the work walks, such as ``shop.price by id``, and the cursor with which it began,
-        #: see ``resuming``; "": it walks nothing. ``place`` is the last cursor that the row got.
-        self.walks = self.place = ""
-        self.began_with: Any = None
-        #: Rolls the open chunk of ``resumable()`` back; None: no chunk is open.
-        self.abandon_chunk: Callable[[], None] | None = None
-        #: Ends the run, whatever its task makes of it: another worker goes on; None: none does.
-        self.handed_over: Exception | None = None
-        #: How many messages with its own id the running task had sent at :meth:`begin`.
-        self._sent_before = 0
-        # The partial must not refer to the claim: the lease would keep the claim alive and be
-        # renewed.
-        self._report_lost = partial(_report_lost, type(self), key)
+    result: Any = None
+    #: Whether the work had been done before.
+    is_repeat = False
+    #: What the work walks, such as ``shop.price by id``, and the cursor with which it began,
+    #: see ``resuming``; "": it walks nothing. ``place`` is the last cursor that the row got.
+    walks = place = ""
+    began_with: Any = None
 
     def __bool__(self) -> bool:
         return self.is_held
@@ -132,7 +60,6 @@ class Claim(ABC):
             ClaimLost: The claim is no longer ours, and nothing is recorded.
             InvalidResult: JSON can't represent the result, or it is too long; nothing is
                 recorded.
-            WrongTransaction: Autocommit is off on that database; nothing is recorded.
             ConfigurationError: The work is not ours, or is already finished; or a loop of
                 ``resumable()`` has a chunk open.
         """
@@ -159,127 +86,6 @@ class Claim(ABC):
         if not self._rows().claimed(self.token).exists():
             self.raise_lost()
 
-    def prepare(self, task: Any, request: Any, what: str, instead: str) -> str:
-        """
-        Prepare to claim the row, which other processes have to see as soon as it is written.
-
-        Args:
-            task, request: The running task and its request; None: no task is running.
-            what: The work, as the subject of the error's sentence.
-            instead: The last sentence of the error: what to write instead.
-
-        Returns:
-            The text that describes this process and its task in the row.
-
-        Raises:
-            WrongTransaction: A transaction is open on the row's database.
-            ConfigurationError: The code that calls this is already doing the same work.
-        """
-        alias = self.table.alias
-        if is_transaction_open(alias):
-            raise WrongTransaction(
-                f"{what} can't begin inside a transaction on {alias!r}, or with autocommit off "
-                f"there: other processes would not see that it is running, and a rollback would "
-                f"erase the record of it. {instead}"
-            )
-        if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):
-            raise ConfigurationError(
-                f"{self.key!r} is being done by the very code that asks to do it: it would wait "
-                f"for itself. Give the inner work a key of its own."
-            )
-        # A block that is open now is TestCase's: what it writes is not visible to other threads.
-        self._renews = not connections[alias].in_atomic_block
-        return encode_holder(self.key, describe_holder(task, request, self._renews))
-
-    def begin(self) -> None:
-        """Start renewing the lease; the row has already been claimed."""
-        self.lease = Lease(
-            self.table, self.name, self.token, self.seconds, self.asked_at, self._report_lost
-        )
-        if self._renews:
-            renewer.add(self.lease)
-        self._sent_before = _count_own_sends()
-        self.is_held = True
-
-    def is_resent(self) -> bool:
-        """Return whether the task has re-sent itself since then, as ``retry(throw=False)`` does."""
-        return _count_own_sends() > self._sent_before
-
-    def end(self) -> None:
-        """Stop renewing, and no longer count the row as ours; nothing is written."""
-        self.is_held = False
-        self.stop_renewing()
-
-    def stop_renewing(self) -> None:
-        """Stop renewing: the row already says that the work has ended."""
-        if self.lease is not None and self._renews:
-            renewer.remove(self.lease)
-            self._renews = False
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """
-        Make :func:`current_claim` return this claim inside the block.
-
-        Raises:
-            WrongTransaction: The block left a transaction open, which is rolled back: otherwise
-                it would also hide how the work ended, and the work would be done again.
-        """
-        before = _current.get()
-        try:
-            _current.set((*before, (self, _find_request())))
-            yield
-        except BaseException as error:
-            self._roll_back_open()
-            if (shutdown := find_shutdown(error)) is not None:
-                raise shutdown from error
-            if self.handed_over is not None and isinstance(error, Exception):
-                raise self.handed_over from None
-            raise
-        finally:
-            _current.set(before)
-        was_left_open = self._roll_back_open()
-        if self.handed_over is not None:
-            raise self.handed_over
-        if was_left_open:
-            raise WrongTransaction(
-                f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
-                f"autocommit off there. It was rolled back: nobody would have committed it. Leave "
-                f"each atomic(), and call set_autocommit(True), before the work ends."
-            )
-
-    def _roll_back_open(self) -> bool:
-        """Roll back a transaction that the work left open here; return whether there was one."""
-        had_chunk = self.abandon_chunk is not None
-        if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
-            self.abandon_chunk()
-        if self.is_of_parent() or not self._is_left_open():
-            return had_chunk
-        reconnect(self.table.alias)
-        return True
-
-    def _is_left_open(self) -> bool:
-        # Like is_transaction_open(), but without connecting, which would cost every claim time.
-        connection = connections[self.table.alias]
-        if connection.in_atomic_block:
-            return in_atomic(self.table.alias)
-        return connection.connection is not None and not connection.autocommit
-
-    @contextmanager
-    def holding(self, fail: Callable[[BaseException], None]) -> Iterator[None]:
-        """Hold the claim while the block does the work; call ``fail`` if the block raises."""
-        try:
-            with self.current():
-                yield
-        except BaseException as error:
-            # After a bare os.fork(), the child also leaves the block, and must not end the claim.
-            if not self.is_of_parent():
-                self.end()
-                fail(error)
-            raise
-        finally:
-            self.end()
-
     def check_committed(self) -> None:
         """
         Check that a claim that was finished was also committed.
@@ -302,75 +108,6 @@ class Claim(ABC):
         rows, token = self._rows(), self.token
         return bool(self.ask(lambda: rows.is_done_by(token), patient=patient))
 
-    def is_of_parent(self) -> bool:
-        """Return whether the row was claimed before this process was forked."""
-        return self.lease is not None and self.lease.pid != os.getpid()
-
-    def ask(self, statement: Callable[[], R], *, patient: bool = True) -> R:
-        """
-        Execute a statement that records the end of the work.
-
-        If the database is briefly unavailable, the statement is retried while the lease lasts,
-        so no other process can start the work, and for at most one lease length. If not
-        ``patient``, or before :meth:`begin`, it is retried only once, immediately.
-        """
-        alias, lease, begun_at = self.table.alias, self.lease, clock.now()
-        try:
-            return statement()
-        except DISCONNECTED:
-            if connections[alias].in_atomic_block:
-                raise
-
-        def left() -> float:
-            if lease is None or not patient:
-                return 0.0
-            return min(lease.remaining, begun_at + lease.seconds - clock.now())
-
-        return retry_on_new_connection(alias, statement, left, repr(self.key))
-
-    def end_by(
-        self, write: Callable[[], bool], is_written: Callable[[], bool], *, patient: bool = True
-    ) -> bool:
-        """
-        Execute the statement that ends the claim, like :meth:`ask`; return whether it was ours.
-
-        Args:
-            write: Execute the statement; return whether the claim was still ours.
-            is_written: Called if the claim is no longer ours on a new connection: return whether
-                an earlier attempt, whose answer was lost, ended it.
-        """
-        connection: Any = connections[self.table.alias]
-        session: Any = None
-
-        def ask() -> bool:
-            nonlocal session
-            connection.ensure_connection()  # the work may have closed it: that is no repetition
-            session = session or connection.connection
-            return write() or (connection.connection is not session and is_written())
-
-        return self.ask(ask, patient=patient)
-
-    def find_new_holder(self) -> str:
-        """Report that the claim was lost; return the row's new holder, or "" if not known."""
-        held = None
-        with suppress(LockBackendError):  # the claim is lost, whether or not the holder is known
-            held = self.table.peek(self.name)
-        self.record_lost(held)
-        return "" if held is None or held.token == self.token else holder_text(held)
-
-    def record_lost(self, now_held: HeldLock | None = None) -> None:
-        """Report that the claim was lost, unless already reported."""
-        if self.lease is not None and not self.lease.lost:
-            self._report_lost(self.lease, now_held)
-
-    def raise_lost(self) -> NoReturn:
-        """Raise the error for a claim that is no longer ours."""
-        raise ClaimLost(self.key, self.find_new_holder())
-
-    @abstractmethod
-    def _write_done(self, text: str) -> bool:
-        """Record that the work is done, with a result; return whether the claim was ours."""
-
     def _encode(self, result: Any) -> str:
         """
         Return the text that is stored for a result; for None: "".
@@ -383,19 +120,6 @@ class Claim(ABC):
         except NotPlain as error:
             raise InvalidResult(self.key, str(error)) from error
 
-    def _commit(self) -> None:
-        """Go on after the commit of the finished work, whose row nobody could renew before."""
-        self._is_committed, lease = True, self.lease
-        if lease is None or lease.lost or not self._renews or self.is_of_parent():
-            return
-        if lease.remaining < lease.seconds / 2:
-            lease.renew_at = clock.now()  # before a relay finds that the lease is over
-            renewer.add(lease)
-
-    def _rows(self) -> Any:
-        """Return a queryset of the claimed row, with one row or none."""
-        return self.table.at(self.name)
-
     def read_cursor(self) -> str:
         """
         Return how far the work got, as the row keeps it; "": not at all.
@@ -406,124 +130,3 @@ class Claim(ABC):
         row = self._rows().claimed(self.token)
         found: str | None = row.values_list("cursor", flat=True).first()
         return self.raise_lost() if found is None else found
-
-    def check_unfinished(self) -> None:
-        """
-        Check that the work is ours and goes on, as far as this process knows.
-
-        Raises:
-            ConfigurationError: It is not ours, or is finished.
-        """
-        if not self.is_held:
-            raise ConfigurationError(
-                f"The claim of {self.key!r} is not ours: the work was done before, or its block "
-                f"has ended. Ask first: if claim: ..."
-            )
-        if self.is_of_parent():
-            raise ConfigurationError(
-                f"The claim of {self.key!r} belongs to the process that forked this one, which "
-                f"alone knows when its work is done: finish it there."
-            )
-        if self.is_finished:
-            raise ConfigurationError(f"The claim of {self.key!r} was finished before.")
-
-    def _record_done(self, text: str) -> None:
-        alias = self.table.alias
-        if in_atomic(alias):
-            # From here to the commit, the row's database lock keeps others away.
-            ours = self._write_done(text)
-            if ours:
-                transaction.on_commit(self._commit, using=alias)
-        else:
-            ours = self._is_committed = self.ask(lambda: self._write_and_commit(text))
-        if not ours:
-            self.raise_lost()
-        self.is_finished = True
-
-    def _write_and_commit(self, text: str) -> bool:
-        if self._is_left_open():
-            raise WrongTransaction(
-                f"{self.key!r} can't be finished while autocommit is off on {self.table.alias!r}: "
-                f"a rollback would undo the record that it is done. Use atomic() instead."
-            )
-        # This may be a retry, of an attempt that was written although its answer was lost.
-        return self._write_done(text) or bool(self._rows().is_done_by(self.token))
-
-
-def current_claim() -> Claim:
-    """
-    Return the claim under which the running code works: the innermost one of this task.
-
-    The claim belongs to ``idempotent``, to a message with ``outbox="until_done"``, or to a step.
-    In a task that is called directly or eagerly, outside any ``idempotent`` of its own, it is a
-    stand-in that no other process can hold, and its ``finish()`` writes nothing.
-
-    Raises:
-        ConfigurationError: The running code has no claim.
-    """
-    task, request = get_current_task(), _find_request()
-    if ours := own_claims():
-        return ours[-1]
-    if request is not None and (request.called_directly or request.is_eager):
-        return _DirectClaim(str(task.name))
-    raise ConfigurationError(
-        "No claim is being worked on here: this is for code that runs inside an "
-        '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
-        "(which this message was not sent with), or a step."
-    )
-
-
-def own_claims() -> list[Claim]:
-    """Return the claims of the task that is running here, the innermost last."""
-    request = _find_request()
-    # A helper thread of a task has no request of its own.
-    return [one for one, its in _current.get() if one.is_held and request in (None, its)]
-
-
-def working_claims() -> list[Claim]:
-    """Return the claims under which the running code works, the innermost last."""
-    return [claim for claim, _ in _current.get() if claim.is_held]
-
-
-def _find_request() -> Any:
-    """Return the request of the task that is running here; None: no task is running."""
-    task = get_current_task()
-    return None if task is None else task.request
-
-
-def _count_own_sends() -> int:
-    """Return how many messages with its own id the task that is running here has sent."""
-    request = _find_request()
-    if request is None:
-        return 0
-    children = [one for one in request.children if one.id == request.id]
-    retries: int = getattr(request, "safe_retries", 0)  # with trail=False there are no children
-    return retries + len(children)
-
-
-class _DirectClaim(Claim):
-    """The claim of a task that runs without a message, so it can't be delivered again."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(None, "", key, 0.0)
-        self.is_held = True
-
-    def ensure(self) -> None:
-        self.check_unfinished()
-
-    def read_cursor(self) -> str:
-        return ""
-
-    def _record_done(self, text: str) -> None:
-        self.is_finished = True
-
-    def _write_done(self, text: str) -> bool:
-        return True
-
-
-def _report_lost(kind: type[Claim], key: str, lease: Lease[Any], now_held: HeldLock | None) -> None:
-    # Refers only to the lease: a reference to the claim would keep the lease renewed.
-    if now_held is not None and now_held.token == lease.token:
-        return  # not lost: the claim ended before its renewal
-    lease.lost = True
-    CLAIM_LOST.emit(kind, key=key, holder=holder_text(now_held))

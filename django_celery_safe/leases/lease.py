@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from .clock import clock
@@ -47,11 +47,12 @@ class Owner:
         return None
 
 
+@dataclass(slots=True, eq=False)
 class Lease(Generic[S]):
     """
     The holder's view of a lease.
 
-    Args:
+    Attributes:
         store: Where the lock lives.
         name: The lock's name.
         token: The id of this acquisition.
@@ -62,50 +63,27 @@ class Lease(Generic[S]):
         on_lost: Called with the lease and the new holder's lock, or None, by the
             thread that finds that the lease is no longer ours. It must not refer to
             the holder's object.
-        owner: The lock's owner: the lease is renewed until it is removed, or until the owner's
-            thread or task ends. None: it is renewed for as long as anything refers to the lease.
+        owner: The lock's owner: the lease is renewed until it is removed, or until the owner
+            ends. None: until it is removed.
         fence: The number of the acquisition; None: the store has no fences.
+        lane: The lane whose thread renews the lease; None: it is not renewed.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "asked_at",
-        "fence",
-        "lane",
-        "lost",
-        "name",
-        "on_lost",
-        "owner",
-        "pid",
-        "renew_at",
-        "seconds",
-        "store",
-        "token",
-    )
+    store: S
+    name: str
+    token: str
+    seconds: float
+    asked_at: float
+    on_lost: Callable[[Lease[Any], HeldLock | None], None]
+    owner: Owner | None = None
+    fence: int | None = None
+    pid: int = field(default_factory=os.getpid, init=False)
+    lost: bool = field(default=False, init=False)
+    lane: Lane | None = field(default=None, init=False)
+    renew_at: float = field(init=False)
 
-    def __init__(
-        self,
-        store: S,
-        name: str,
-        token: str,
-        seconds: float,
-        asked_at: float,
-        on_lost: Callable[[Lease[Any], HeldLock | None], None],
-        owner: Owner | None = None,
-        fence: int | None = None,
-    ) -> None:
-        self.store = store
-        self.name = name
-        self.token = token
-        self.seconds = seconds
-        self.on_lost = on_lost
-        self.owner = owner
-        self.fence = fence
-        self.pid = os.getpid()
-        self.lost = False
-        #: The lane whose thread renews the lease; None: it is not renewed.
-        self.lane: Lane | None = None
-        self.asked_at, self.renew_at = asked_at, asked_at + seconds * RENEW_AFTER
+    def __post_init__(self) -> None:
+        self.began(self.asked_at)
 
     def began(self, asked_at: float) -> None:
         """Record that the store started or renewed the lease, with a request at ``asked_at``."""

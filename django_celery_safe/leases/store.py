@@ -77,7 +77,7 @@ class LeaseStore(ABC):
         """
         Return which of the store's servers keeps a lease; None: not known, or only one server.
 
-        Each server's leases have their own renewing thread, so a server that does not answer
+        Each server's leases have a renewing thread of their own, so a server that does not answer
         costs no lease on the other servers. The result may be out of date.
         """
         return None

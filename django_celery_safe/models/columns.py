@@ -17,24 +17,26 @@ else:
     _CharField, _TextField = models.CharField, models.TextField
 
 
-class ExactCharField(_CharField):
+class _Exact:
+    """Gives a field the collation that compares bytes."""
+
+    def db_parameters(self, connection: Any) -> Any:
+        """Return Django's parameters with the collation of this database."""
+        parameters: Any = super().db_parameters(connection)  # type: ignore[misc]
+        collation = exact_collation(connection)
+        return parameters if collation is None else {**parameters, "collation": collation}
+
+
+class ExactCharField(_Exact, _CharField):
     """
     A short text that is compared byte by byte, whatever the collation of the database.
 
     MySQL would treat ``order:ABC`` and ``order:abc`` as equal, and ignore a trailing space.
     """
 
-    def db_parameters(self, connection: Any) -> Any:
-        """Return Django's parameters with the collation of this database."""
-        return _exactly(super().db_parameters(connection), connection)
 
-
-class ExactTextField(_TextField):
+class ExactTextField(_Exact, _TextField):
     """A long text of any characters, whatever the character set of the database."""
-
-    def db_parameters(self, connection: Any) -> Any:
-        """Return Django's parameters with the collation of this database."""
-        return _exactly(super().db_parameters(connection), connection)
 
 
 class _AnyCase:
@@ -88,8 +90,3 @@ class PartialIndex(models.Index):
         if self.whole_fields:
             options["whole_fields"] = tuple(self.whole_fields)
         return path, args, options
-
-
-def _exactly(parameters: Any, connection: Any) -> Any:
-    collation = exact_collation(connection)
-    return parameters if collation is None else {**parameters, "collation": collation}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Final
 
-from django.db import models, transaction
-from django.db.models import Case, Q, Value, When
+from django.db import models
+from django.db.models import Q
 from django.utils.functional import cached_property
 from django.utils.translation import gettext_lazy as _
 
@@ -16,7 +16,6 @@ from ..leases.holder import HeldLock, decode_holder
 from ..transactions import change_locked
 from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow
-from .text import storable
 
 
 class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
@@ -37,14 +36,6 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
     def failed(self) -> IdempotencyRecords:
         """Records whose work failed; the next caller may claim them."""
         return self.filter(state=IdempotencyRecord.State.FAILED)
-
-    def free(self) -> IdempotencyRecords:
-        """Records that any caller may claim: failed, expired, or orphaned."""
-        return self.filter(Q(state=IdempotencyRecord.State.FAILED) | _gone() | _EXPIRED)
-
-    def busy(self) -> IdempotencyRecords:
-        """Records whose work is running: their lease has not expired."""
-        return self.running().filter(ends_at__gte=Now())
 
     def idle(self) -> IdempotencyRecords:
         """Records whose work is not running."""
@@ -68,54 +59,13 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         orphaned = [] if age is None else [self.filter(_gone(age)).order_by("ends_at")]
         return [expired, *orphaned]
 
-    def try_claim(
-        self, token: str, lease: timedelta, *, holder: str, digest: str, claims: int
-    ) -> bool:
-        """Give a free record to the claim with this token; False if another claim was faster."""
-        return bool(
-            self.free().update(
-                # The cursor of a call with other arguments says nothing about this one. It comes
-                # first, because MySQL's SET sees what stands before it.
-                cursor=Case(
-                    When(digest=digest, then="cursor"), default=Value("", ExactTextField())
-                ),
-                state=IdempotencyRecord.State.RUNNING,
-                token=token,
-                ends_at=Now() + lease,
-                holder=holder,
-                digest=digest,
-                claims=claims,
-                claimed_at=Now(),
-                ended_at=None,
-                expires_at=None,
-                result="",
-                error="",
-            )
-        )
-
-    def fail(self, token: str, error: str, keep: timedelta | None) -> bool:
-        """Record that the claimed work failed; False if the claim had lost the record."""
-        return bool(
-            self.claimed(token).update(
-                state=IdempotencyRecord.State.FAILED,
-                error=storable(error),
-                ended_at=Now(),
-                expires_at=None if keep is None else Now() + keep,
-            )
-        )
-
     def forget(self) -> int:
         """Delete the records, so that the next caller does the work again; log each of them."""
         self._for_write = True  # the rows may have been read from a replica
         rows = change_locked(self, ("key", "state", "holder"))
-
-        def emit_all() -> None:
-            for key, state, holder in rows:
-                whole = decode_holder(holder, HeldLock(key)).name
-                RECORD_FORGOTTEN.emit(IdempotencyRecord, key=whole, state=state)
-
-        if rows:
-            transaction.on_commit(emit_all, using=self.db)
+        for key, state, holder in rows:
+            facts = {"key": decode_holder(holder, HeldLock(key)).name, "state": state}
+            RECORD_FORGOTTEN.emit_on_commit(IdempotencyRecord, using=self.db, **facts)
         return len(rows)
 
     def erase(self) -> int:

@@ -1,146 +1,30 @@
 """
-Runs of stages and their steps: their states, and the transitions between them.
+Runs of stages and their steps.
 
-Code that changes a run locks the run's row first and its steps after that, so that changes
-can't deadlock. :mod:`django_celery_safe.stages.engine` combines the transitions.
+``run_states`` and ``step_states`` have their querysets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any
 
-from django.db import IntegrityError, connections, models, router, transaction
-from django.db.models import Count, Exists, OuterRef, Q, Subquery
-from django.db.models.functions import Coalesce
+from django.db import models, router, transaction
+from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
-from .. import queries
-from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
-from ..stages.entry_options import EntryParts, read_entry
-from ..stages.status import NOT_REGISTERED, Status
-from ..texts import get_logger
-from ..transactions import attempts
+from ..stages import decisions, progress
+from ..stages.entry_options import read_entry
+from ..stages.progress import Progress, StageProgress
+from ..stages.status import Status
 from ..values import decode
 from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow, seconds_between, shown
 from .outbox import OutboxMessage
+from .run_states import StageRuns
 from .step_states import IN_ORDER, StageSteps
 from .text import LONGEST_TYPE
-
-if TYPE_CHECKING:
-    from ..stages.progress import Progress, StageProgress
-
-logger = get_logger(__name__)
-
-#: How long relays do not try again to delete a run that a row of the project protects.
-PROTECTED_FOR: Final = timedelta(days=1)
-
-
-class StageRuns(models.QuerySet["StageRun"]):
-    """The states of runs."""
-
-    def listed(self) -> StageRuns:
-        """Runs as lists show them: see :class:`ListedRow`, with the step to look at first."""
-        dropped = Q(status=Status.WAITING, error_type=NOT_REGISTERED)
-        steps = StageStep.objects.filter(Q(status=Status.FAILED) | dropped, run=OuterRef("pk"))
-        first = steps.order_by("ended_at", "position")
-        names = ("task", "task_id", "error_type", "error")
-        of_first = {f"step_{name}": Subquery(first.values(name)[:1]) for name in names}
-        return self.counted().annotate(asked_at=Now(), **of_first).defer("params_text")
-
-    def active(self) -> StageRuns:
-        """Runs that have not ended and continue without an operator."""
-        return self.filter(status__in=[Status.WAITING, Status.RUNNING])
-
-    def stopped(self) -> StageRuns:
-        """Runs that ended, successfully or not."""
-        return self.exclude(status__in=[Status.WAITING, Status.RUNNING])
-
-    def older(self, age: timedelta) -> StageRuns:
-        """Runs that ended more than ``age`` ago and have no running step."""
-        alive = StageStep.objects.filter(run=OuterRef("pk")).alive()
-        return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
-
-    def unprotected(self) -> StageRuns:
-        """Runs that no row of the project has protected from deletion in the last day."""
-        long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
-        return self.filter(Q(protected_at__isnull=True) | long_ago)
-
-    def counted(self) -> StageRuns:
-        """Runs with the number of their steps as ``total``, and of succeeded steps as ``done``."""
-        steps = StageStep.objects.filter(run=OuterRef("pk")).order_by().values("run")
-        total = steps.annotate(total=Count("pk")).values("total")
-        done = steps.filter(status=Status.SUCCEEDED).annotate(done=Count("pk")).values("done")
-        return self.annotate(total=Coalesce(Subquery(total), 0), done=Coalesce(Subquery(done), 0))
-
-    def lock(self, pk: int) -> StageRun | None:
-        """
-        Lock a run until the open transaction ends, and return it; None: it was deleted.
-
-        The lock is an UPDATE, which works on every database. Under a stricter isolation an
-        UPDATE fails, where a SELECT would get the lock and continue with outdated values.
-        """
-        rows = queries.fetch(self.db, "lock_run", pk=pk)
-        return StageRun.from_db(self.db, _LOCKED, rows[0]) if rows else None
-
-    @contextmanager
-    def locked(self, pk: int) -> Iterator[StageRun | None]:
-        """Lock a run for the block, in a transaction."""
-        for attempt in attempts(self.db, f"A change of run {pk}"):
-            with attempt, transaction.atomic(using=self.db):
-                run = self.lock(pk)
-                attempt.is_won = True
-                yield run
-
-    def delete(self) -> tuple[int, dict[str, int]]:
-        """
-        Delete the runs and their steps, like Django's; each run is locked before its steps.
-
-        Their state is read again under the locks, because a run may have been resumed.
-        """
-        self._for_write = True  # the rows may have been read from a replica
-        found = list(self.order_by("pk").values_list("pk", flat=True))
-        with transaction.atomic(using=self.db):
-            for pk in found:
-                self.lock(pk)
-            return super().delete()
-
-    delete.alters_data = True  # type: ignore[attr-defined]
-    delete.queryset_only = True  # type: ignore[attr-defined]
-
-    def erase(self) -> int:
-        """Delete the runs and their steps; return how many: 0 if the project protects one."""
-        connection = connections[self.db]
-        try:
-            with transaction.atomic(using=self.db):
-                erased = self.delete()[1].get(StageRun._meta.label, 0)
-                if connection.vendor == "postgresql":
-                    # A DO_NOTHING reference would fail only at the outer commit, for all runs.
-                    connection.check_constraints()
-            return erased
-        except (models.ProtectedError, models.RestrictedError, IntegrityError) as error:
-            pks = list(self.values_list("pk", flat=True))
-            self.update(protected_at=Now())
-            logger.warning("Run %s is not pruned: %s", ", ".join(map(str, pks)), error.args[0])
-            return 0
-
-
-#: Fields that are read when a run is locked; the others are read when they are used.
-_LOCKED: Final = ("id", "key", "name", "status", "stage", "stages", "params_text")
-
-
-class RunRoom(NamedTuple):
-    """The operations that ``stages`` provides for a run; ``stages`` imports this module."""
-
-    progress: Callable[[StageRun], Progress]
-    progress_by_stage: Callable[[StageRun], list[StageProgress]]
-    wait: Callable[[StageRun, float | timedelta | None, bool], StageRun]
-    resume: Callable[[StageRun], None]
-    abort: Callable[[StageRun], None]
 
 
 class StageRun(ListedRow):
@@ -179,9 +63,6 @@ class StageRun(ListedRow):
     protected_at = models.DateTimeField(null=True)
 
     objects = StageRuns.as_manager()
-
-    #: Set when the app is ready.
-    room: ClassVar[RunRoom]
 
     class Meta:
         verbose_name = _("run of stages")
@@ -260,17 +141,17 @@ class StageRun(ListedRow):
     @property
     def progress(self) -> Progress:
         """How far the run is; one query."""
-        return self.room.progress(self)
+        return progress.progress(self)
 
     def progress_by_stage(self) -> list[StageProgress]:
         """Return how far each stage is, in the order of the stages; one query."""
-        return self.room.progress_by_stage(self)
+        return progress.progress_by_stage(self)
 
     def is_aborted(self) -> bool:
         """
         Return whether the run was stopped, by ``abort()`` or because a step failed; one query.
 
-        Long steps can check it: the work of a stopped run is no longer needed.
+        Long steps can check it.
         """
         ours = StageRun.objects.using(self._state.db).filter(pk=self.pk)
         return not ours.active().exists()
@@ -279,8 +160,8 @@ class StageRun(ListedRow):
         """
         Wait until the run has succeeded, failed or been aborted; return it with fresh values.
 
-        The run is queried four times a second. For scripts and tests; a web page should read
-        :attr:`progress` now and then instead.
+        For scripts and tests, because it queries four times a second; a web page reads
+        :attr:`progress` now and then.
 
         Args:
             timeout: Seconds or timedelta; None waits for ever.
@@ -292,20 +173,20 @@ class StageRun(ListedRow):
             WrongTransaction: Inside ``atomic()``, where the run may not even have started.
             RuntimeError: Inside a task, which would occupy a worker that the steps need.
         """
-        return self.room.wait(self, timeout, idle)
+        return progress.wait(self, timeout, idle)
 
     def resume(self) -> StageRun:
         """
         Run the steps that failed or have not started; return the run with fresh values.
 
-        Steps that succeeded are not run again, and their params stay. The exception: if the
-        params of a stage were too large together, its steps that returned params run again.
+        Steps that succeeded are not run again, unless the params of their stage were too large
+        together: then those of them that returned params are.
 
         Raises:
             IllegalTransition: The run has not ended, has succeeded or still has running steps,
                 or another run with its key has not ended.
         """
-        self.room.resume(self)
+        decisions.resume(self)
         return self
 
     def abort(self) -> StageRun:
@@ -317,7 +198,7 @@ class StageRun(ListedRow):
         Raises:
             IllegalTransition: The run has already ended.
         """
-        self.room.abort(self)
+        decisions.abort(self)
         return self
 
     def find_database(self) -> str:
@@ -326,16 +207,6 @@ class StageRun(ListedRow):
         if alias is None or alias == router.db_for_read(StageRun):
             return router.db_for_write(StageRun)
         return alias
-
-    def refresh_from_db(
-        self,
-        using: str | None = None,
-        fields: Iterable[str] | None = None,
-        from_queryset: models.QuerySet[Any] | None = None,
-    ) -> None:
-        """Reload the run, like Django's, but from its own database: a replica may be behind."""
-        using = self._state.db if using is None else using
-        super().refresh_from_db(using, fields, from_queryset)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False
@@ -463,17 +334,12 @@ class StageStep(ListedRow):
     @property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the plan's entry."""
-        return self.parts.arguments
+        return read_entry(self.arguments_text).arguments
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of the plan's entry, without their @."""
-        return self.parts.options
-
-    @property
-    def parts(self) -> EntryParts:
-        """The arguments and the options."""
-        return read_entry(self.arguments_text)
+        return read_entry(self.arguments_text).options
 
     @property
     def params(self) -> dict[str, Any]:

@@ -92,22 +92,20 @@ class StageSteps(models.QuerySet["StageStep"]):
         )
         return sent.filter(Exists(_messages().filter(resent__gt=0)))
 
-    def put_back(self, status: Status, fault: Fault) -> int:
-        """Set steps that run to waiting or aborted after an error; return how many."""
+    def record(self, status: Status, fault: Fault) -> int:
+        """Set the steps to a status after an error, or while it keeps them waiting; count them."""
         ended = Now() if status in Status.STOPPED else None
-        return self.update(status=status, ended_at=ended, **_stored(fault))
-
-    def fail(self, fault: Fault) -> int:
-        """Record that the steps failed; return how many."""
-        return self.update(status=Status.FAILED, ended_at=Now(), **_stored(fault))
-
-    def note(self, fault: Fault) -> int:
-        """Record why steps still wait; return how many."""
-        return self.update(**_stored(fault))
+        return self.update(
+            status=status,
+            ended_at=ended,
+            error_type=fault.type[:LONGEST_TYPE],
+            error=storable(fault.text),
+            traceback=end_of_traceback(fault.traceback),
+        )
 
     def abort(self) -> int:
-        """Abort the steps that wait; return how many."""
-        return self.waiting().update(status=Status.ABORTED, ended_at=Now())
+        """Abort the steps, all of which wait; return how many."""
+        return self.update(status=Status.ABORTED, ended_at=Now())
 
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""
@@ -127,12 +125,3 @@ class StageSteps(models.QuerySet["StageStep"]):
 def _messages() -> Any:
     """Return the message of each step of the outer query."""
     return OutboxMessage.objects.filter(CARRIED, task_id=OuterRef("task_id"))
-
-
-def _stored(fault: Fault) -> dict[str, Any]:
-    """Return the columns of a step with an error."""
-    return {
-        "error_type": fault.type[:LONGEST_TYPE],
-        "error": storable(fault.text),
-        "traceback": end_of_traceback(fault.traceback),
-    }

@@ -32,8 +32,9 @@ from ..delivery.header import Header, get_header
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
 from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit
-from ..leases.claim import Claim, working_claims
+from ..leases.claim import Claim
 from ..leases.clock import clock
+from ..leases.held_row import working_claims
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from ..transactions import TRIES

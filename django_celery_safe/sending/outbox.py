@@ -22,7 +22,7 @@ from django.db import connections, router
 from .. import conf, queries
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
-from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_unfit
+from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_untested
 from ..delivery.header import FORMAT, HEADER, read_header
 from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
@@ -192,7 +192,7 @@ def _insert(sender: Sender, rows: Sequence[MessageColumns]) -> list[int]:
     connection = connections[alias]
     is_mysql = connection.vendor == MYSQL
     if connection.vendor not in ("postgresql", "sqlite"):
-        refuse_unfit(alias, "hold an outbox")
+        refuse_untested(alias, "hold an outbox")
     if not (is_mysql or connection.features.can_return_rows_from_bulk_insert):
         raise ConfigurationError(
             f"The database {alias!r} ({connection.vendor}) can't hold an outbox, since its INSERT "

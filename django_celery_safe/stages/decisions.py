@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def resume(run: StageRun) -> None:
     """Run the failed steps and all later ones again; see :meth:`StageRun.resume`."""
-    store = _store_of(run)
+    store = table_in(run.find_database())
     try:
         _resume(store, run)
     except IntegrityError as error:
@@ -35,7 +35,8 @@ def resume(run: StageRun) -> None:
 
 def _resume(store: StepTable, run: StageRun) -> None:
     with store.runs().locked(run.pk) as now:
-        now = _checked(run, now, "resume")
+        if now is None:
+            raise IllegalTransition(str(run), "resume", "it was deleted")
         if now.status not in (Status.FAILED, Status.ABORTED):
             raise IllegalTransition(str(run), "resume", f"it is {now.status}")
         if (busy := now.steps.alive().first()) is not None:
@@ -83,21 +84,12 @@ def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
 
 def abort(run: StageRun) -> None:
     """Abort the steps that have not started; see :meth:`StageRun.abort`."""
-    store = _store_of(run)
+    store = table_in(run.find_database())
     with store.runs().locked(run.pk) as now:
-        now = _checked(run, now, "abort")
+        if now is None:
+            raise IllegalTransition(str(run), "abort", "it was deleted")
         if now.status in Status.STOPPED:
             ended = "been aborted" if now.status == Status.ABORTED else now.status
             raise IllegalTransition(str(run), "abort", f"it has {ended}")
         stop(store, now, Status.ABORTED)
     run.refresh_from_db(using=store.alias)
-
-
-def _store_of(run: StageRun) -> StepTable:
-    return table_in(run.find_database())
-
-
-def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:
-    if now is None:
-        raise IllegalTransition(str(run), action, "it was deleted")
-    return now

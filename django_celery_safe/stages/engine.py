@@ -20,7 +20,7 @@ from django.db import Error as DatabaseError
 from django.db import IntegrityError, connections, transaction
 
 from .. import queries
-from ..databases import MYSQL, Now, refuse_unfit
+from ..databases import Now
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted
@@ -105,8 +105,6 @@ def start(
     store = step_table()
     must_wait(store.alias)  # the run could not wait for a commit on another database
     try:
-        if connections[store.alias].vendor == MYSQL:
-            refuse_unfit(store.alias, "hold runs of stages")
         return _write_once(store, plan, labels)
     except DatabaseError as error:
         refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
@@ -134,9 +132,8 @@ def _write_once(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
 
 
 def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
-    from ..models.stages import StageRun, StageStep  # needs the app registry
-
-    run = StageRun(
+    rows = store.steps()
+    run = store.runs().model(
         **labels._asdict(),
         active_key=labels.key or None,  # type: ignore[misc]
         stages=len(plan.stages),
@@ -145,7 +142,7 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
     )
     run.save(using=store.alias, force_insert=True)
     steps = [
-        StageStep(
+        rows.model(
             run=run,
             stage=stage,
             position=position,
@@ -157,10 +154,10 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    store.steps().bulk_create(steps, batch_size=BATCH)
+    rows.bulk_create(steps, batch_size=BATCH)
     if steps[0].pk is None:  # MySQL returns no keys
-        steps = list(store.steps().filter(run=run.pk).in_order())
-    run.refresh_from_db()
+        steps = list(rows.filter(run=run.pk).in_order())
+    run.refresh_from_db(using=store.alias)
     emit_of_run(store, RUN_STARTED, run, stages=run.stages)
     send(store, [step for step in steps if step.stage == run.stage])
     return run
@@ -183,7 +180,7 @@ def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
 def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) -> None:
     """Record that a step of a locked run failed, unless it has ended, and stop the run."""
     goes_on = run is not None and run.status not in Status.STOPPED
-    if not store.at(step.pk, step.task_id).open().fail(fault):
+    if not store.at(step.pk, step.task_id).open().record(Status.FAILED, fault):
         if run is not None and goes_on:
             go_on(store, run)  # it has succeeded, and its process died before that
         return
@@ -222,7 +219,7 @@ def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
         stopped = run is None or run.status in Status.STOPPED
         if stopped:
             settle(store, row)
-        row.running().put_back(Status.ABORTED if stopped else Status.WAITING, fault)
+        row.running().record(Status.ABORTED if stopped else Status.WAITING, fault)
 
 
 def go_on(store: StepTable, run: StageRun) -> None:

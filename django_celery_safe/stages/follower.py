@@ -36,8 +36,6 @@ NOT_CALLED: Final = Fault(
     InvalidResult.__name__,
     "Its function was not called: what is above @stages.step returned something instead.",
 )
-#: The statement of a step that no message carries.
-_EAGERLY: Final = "succeed_eager_step", ("", "")
 #: Why a step whose message comes back after the end of its run is aborted.
 DIED: Final = Fault("", "Its process died before the run ended.")
 
@@ -148,20 +146,18 @@ class StepFollower:
         """Record the success, and end the message together with what follows in the run."""
         if not self.is_recorded:
             # If the claim was lost, this changes nothing, and write() says so.
-            name, (attempt, token) = ("succeed_step", held) if held else _EAGERLY
-            queries.execute(
-                self.table.alias,
-                name,
-                pk=self.pk,
-                task_id=self._task_id,
-                params=self._params,
-                attempt=attempt,
-                token=token,
-            )
+            attempt, token = held or ("", "")
+            values = {"pk": self.pk, "task_id": self._task_id, "params": self._params}
+            claim = {"attempt": attempt, "token": token, "is_eager": held is None}
+            queries.execute(self.table.alias, "succeed_step", **values, **claim)
             self.is_recorded = True
-        if self.found is None or not self.table.is_complete(self.found.run, self.found.stage):
+        if self.found is None or self._is_stage_open(self.found):
             return write()
         return self.context.run(engine.leave, self.table, self.found.run, write)
+
+    def _is_stage_open(self, found: Found) -> bool:
+        place = {"run": found.run, "stage": found.stage}
+        return bool(queries.fetch(self.table.alias, "find_unfinished_step", **place))
 
     def wait(self, held: Held, fault: Fault) -> None:
         """Let the step wait for the message that is sent again, unless its run has stopped."""
@@ -182,7 +178,7 @@ class StepFollower:
 
     def note(self, task_id: str, fault: Fault) -> None:
         """Show why a worker did not take the message of a step that waits."""
-        self.table.at(self.pk, task_id).waiting().note(fault)
+        self.table.at(self.pk, task_id).waiting().record(Status.WAITING, fault)
 
     def _row(self) -> StageSteps:
         return self.table.at(self.pk, self._task_id)

@@ -106,7 +106,7 @@ def wait(run: StageRun, timeout: conf.Duration | None, idle: bool) -> StageRun:
     seconds = conf.WAIT.seconds_or_none(timeout, "timeout")
     give_up_at = None if seconds is None else time.monotonic() + seconds
     while True:
-        run.refresh_from_db()
+        run.refresh_from_db(using=alias)
         has_ended = run.status in Status.STOPPED
         if has_ended and not (idle and run.steps.alive().exists()):
             return run

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from django.apps import apps
 from django.db import router
 
-from .. import conf, queries
+from .. import conf
 from ..databases import refuse_untested
 from ..sending.housekeeping import add_pruning
 
 if TYPE_CHECKING:
-    from ..models.stages import StageRuns
+    from ..models.run_states import StageRuns
     from ..models.step_states import StageSteps
 
 #: Steps that one statement adds or changes; every database accepts that many parameters.
@@ -74,10 +74,6 @@ class StepTable:
     def messages(self) -> Any:
         """Return the messages of the outbox that has those of the steps."""
         return _model("OutboxMessage").objects.using(self.alias)
-
-    def is_complete(self, run: int, stage: int) -> bool:
-        """Return whether all steps of a stage have succeeded."""
-        return not queries.fetch(self.alias, "find_unfinished_step", run=run, stage=stage)
 
 
 def _model(name: str) -> Any:

@@ -96,7 +96,8 @@ def step(function: Any = conf.UNSET, /) -> Any:
             return run_for(request, function, args, {**kwargs, **missing})
 
         def do(follower: StepFollower) -> Outcome:
-            ours = _rows_of(follower) if asked else {}
+            step = follower.read() if asked else None
+            ours = {"run": step.run, "step": step} if step else {}
             # The params replace the message's own argument. A decorator above may have copied or
             # named it, may have added others, and may have taken arguments out.
             place, params = request.args[0] if request.args else None, follower.params
@@ -141,11 +142,6 @@ def read_result(task: str, result: Any) -> Outcome:
     if success is not None and not isinstance(success, bool):
         raise InvalidResult(task, f"it is {result!r:.200}", STEP_RESULT)
     return Outcome(result, success is not False, params, "it returned False")
-
-
-def _rows_of(follower: StepFollower) -> dict[str, Any]:
-    step = follower.read()
-    return {"run": step.run, "step": step}
 
 
 def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: Kwargs) -> Any:

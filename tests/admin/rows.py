@@ -120,7 +120,7 @@ def end(run: StageRun, status: Status, **changes: Any) -> StageRun:
     steps = StageStep.objects.using(alias).filter(run=run)
     if status == Status.FAILED:
         first = steps.in_order().first()
-        steps.filter(pk=first.pk).fail(Fault("ValueError", "it does not work"))
+        steps.filter(pk=first.pk).record(Status.FAILED, Fault("ValueError", "it does not work"))
         steps.filter(status=Status.WAITING).abort()
     StageRun.objects.using(alias).filter(pk=run.pk).update(status=status, ended_at=Now(), **changes)
     run.refresh_from_db(using=alias)

@@ -133,7 +133,8 @@ def test_page_of_a_run(root: Visitor) -> None:
     run = rows.begin(2, 3, params={"album": 7}, **labels)
     first, *_, failing = run.steps
     StageStep.objects.filter(pk=first.pk).update(status=Status.SUCCEEDED)
-    run.steps.filter(pk=failing.pk).fail(Fault("ValueError", "no <album>", "File\n  raise <x>"))
+    fault = Fault("ValueError", "no <album>", "File\n  raise <x>")
+    run.steps.filter(pk=failing.pk).record(Status.FAILED, fault)
     rows.begin(1)
     page = root.open(run)
     assert page.texts(".safe-stages tr") == [

@@ -159,7 +159,7 @@ def test_a_send_whose_answer_was_lost_keeps_no_later_send_out(
 
 def renewed_names() -> set[str]:
     """Return the names of the locks that this process renews."""
-    return {lease.name for lane in renewer.lanes.values() for lease in lane._leases}
+    return {lease.name for lane in renewer.lanes.values() for lease in lane.leases}
 
 
 def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(

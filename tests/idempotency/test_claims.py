@@ -266,18 +266,26 @@ def add(records: Any, left: timedelta) -> None:
 
 def finish(records: Any) -> None:
     """Let the first finish after all."""
-    assert record_table(records.db).finish(KEY, FIRST, '"stored"', LONG, "")
+    assert end(records, FIRST, state="done", result='"stored"', error="", cursor="")
 
 
 def follow(records: Any) -> None:
     """Let a second claim it."""
-    assert records.all().try_claim(SECOND, LONG, holder="{}", digest="", claims=2)
+    facts = {"holder": "{}", "digest": "", "lease": LONG.total_seconds()}
+    table = record_table(records.db)
+    assert table.execute("claim_record", KEY, token=SECOND, **facts)
 
 
 def follow_and_fail(records: Any) -> None:
     """Let a second claim it, and fail."""
     follow(records)
-    assert records.all().fail(SECOND, "no", LONG)
+    assert end(records, SECOND, state="failed", result="", error="no", cursor=None)
+
+
+def end(records: Any, token: str, **values: Any) -> bool:
+    """Let a claim end."""
+    keep = LONG.total_seconds()
+    return record_table(records.db).execute("end_record", KEY, token=token, keep=keep, **values)
 
 
 def forget(records: Any) -> None:

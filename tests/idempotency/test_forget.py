@@ -1,7 +1,6 @@
 """forget_record: work is done again at the next call, unless a process does it now."""
 
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
@@ -31,7 +30,8 @@ def do(key: str, alias: str) -> bool:
 def begin(key: str, alias: str, lease: timedelta = LEASE) -> None:
     """Let another process have begun the work of a key."""
     holder = encode_holder(key, Holder("web1", 42, task="shop.tasks.charge", task_id="6f1c"))
-    record_table(alias).add_if_absent(key, os.urandom(16).hex(), lease, holder=holder, digest="")
+    facts = {"token": key[:32], "holder": holder, "digest": "", "lease": lease.total_seconds()}
+    assert record_table(alias).execute("add_record", key, **facts)
 
 
 @pytest.mark.parametrize("key", ["mail:1", "an order of größe", "x" * 300])
@@ -74,7 +74,9 @@ def test_a_claim_that_commits_meanwhile_is_safe(
     with ThreadPoolExecutor(1) as pool:
         with transaction.atomic(using=postgres_alias):
             holder = encode_holder("mail:1", Holder("web2", 43))
-            assert row.try_claim("new", LEASE, holder=holder, digest="", claims=2)
+            facts = {"holder": holder, "digest": "", "lease": LEASE.total_seconds()}
+            table = record_table(postgres_alias)
+            assert table.execute("claim_record", "mail:1", token="new", **facts)
             forgotten = pool.submit(forget)
             wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 20)
         with pytest.raises(AlreadyClaimed):

@@ -91,8 +91,12 @@ class Ordering:
 
     def ends_elsewhere(self) -> None:
         """Let the other process finish it."""
-        table, keep = record_table(self.alias), timedelta(days=1)
-        assert table.finish(f"{NAME}:7", TOKEN, '"by the other"', keep, "")
+        assert self.end(state="done", result='"by the other"', error="")
+
+    def end(self, **values: Any) -> bool:
+        """Let the other process end, well or not."""
+        values |= {"token": TOKEN, "cursor": "", "keep": 86400.0}
+        return record_table(self.alias).execute("end_record", f"{NAME}:7", **values)
 
 
 @pytest.fixture
@@ -312,7 +316,7 @@ def test_a_retry_without_delay_waits_for_the_end_of_its_run(
     ordering.is_done_elsewhere(message.id)
 
     def end() -> None:
-        ordering.records.all().fail(TOKEN, "Retry", timedelta(days=1))
+        ordering.end(state="failed", result="", error="Retry")
         connections[alias].close()
 
     ending = threading.Timer(0.1, end)

@@ -32,7 +32,7 @@ def wait_for_renewals(*locks: CacheLock) -> None:
     since = clock.now()
     leases = [lock.lease for lock in locks]
     if not locks:
-        leases = [lease for lane in renewer.lanes.values() for lease in lane._leases]
+        leases = [lease for lane in renewer.lanes.values() for lease in lane.leases]
     assert leases
     wait_for(
         lambda: all(lease is not None and lease.asked_at > since for lease in leases),

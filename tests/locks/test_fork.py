@@ -6,13 +6,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 from django.core.cache import caches
 from django.db import connections
-from pytest_django import Settings
 
 from django_celery_safe import CacheLock, LockNotAcquired, cache_lock, find_lock
 from django_celery_safe.leases.renewer import renewer
@@ -126,38 +123,6 @@ def fork_amid_leases() -> list[str]:
         ended.set()
         for thread in threads:
             thread.join()
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_children_do_not_use_the_database_connection_of_their_parent(
-    pooled: bool, settings: Settings, postgres_alias: str
-) -> None:
-    """Children of a process that is connected to PostgreSQL lock beside it, and leave it be."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}
-    assert run_in_processes(fork_connected, 1, postgres_alias, pooled) == [["fine"] * 3]
-
-
-def fork_connected(alias: str, pooled: bool) -> list[Any]:
-    """Lock in a connected parent and its children at once; return what the children say."""
-
-    def repeat(first: int) -> str:
-        for number in range(first, first + 10):
-            with cache_lock(f"lock {number}") as lock:
-                lock.ensure()
-        return "fine"
-
-    connection: Any = connections[alias]
-    connection.settings_dict["OPTIONS"] = {"pool": {"min_size": 1, "max_size": 2}} if pooled else {}
-    connection.ensure_connection()
-    session = connection.connection.info.backend_pid
-    answers = [start_child(partial(repeat, 100 * number)) for number in (1, 2, 3)]
-    repeat(0)
-    said = [answer() for answer in answers]
-    connection.ensure_connection()
-    assert connection.connection.info.backend_pid == session
-    connections.close_all()
-    connection.close_pool()
-    return said
 
 
 def in_child(function: Callable[[], Any]) -> Any:

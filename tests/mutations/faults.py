@@ -37,12 +37,12 @@ MUTATIONS = {
         ),
         M(
             "leases.renewer:Lane._renew",
-            "if extended is False:",
-            "if False:",
+            "lost.append(lease)",
+            "pass",
             "a holder never hears that its lease was lost",
         ),
         M(
-            "leases.renewer:Lane._failed",
+            "leases.renewer:Lane._renew",
             "lease.renew_at = asked_at + lease.seconds * RETRY_AFTER",
             "lease.renew_at = asked_at + lease.seconds",
             "after one failed renewal a lease expires",
@@ -54,16 +54,22 @@ MUTATIONS = {
             "an error of a signal's receiver ends the renewal of all leases",
         ),
         M(
-            "leases.renewer:Lane._lost",
-            "if lease.lane is not self:",
-            "if False:",
+            "leases.renewer:Lane._renew",
+            "if extended or lease.lane is not self:",
+            "if extended:",
             "a lock that was released during a renewal is reported as lost",
         ),
         M(
-            "leases.claim:Claim.end_by",
+            "leases.held_row:HeldRow.end_by",
             "or (connection.connection is not session and is_written())",
             "",
             "work whose end was recorded is reported as lost if the answer was lost",
+        ),
+        M(
+            "leases.held_row:HeldRow.ask",
+            "connection.close()",
+            "pass",
+            "after a restart of the database no outcome can be recorded",
         ),
         M(
             "leases.claim:Claim.check_committed",
@@ -72,13 +78,13 @@ MUTATIONS = {
             "work that was finished in a transaction that was rolled back counts as done",
         ),
         M(
-            "leases.claim:Claim.prepare",
+            "leases.held_row:HeldRow.prepare",
             "if is_transaction_open(alias):",
             "if False:",
             "work begins inside a transaction, where no other process sees its claim",
         ),
         M(
-            "leases.claim:Claim.check_unfinished",
+            "leases.held_row:HeldRow.check_unfinished",
             "if self.is_of_parent():",
             "if False:",
             "a forked child finishes its parent's work",
@@ -478,9 +484,9 @@ MUTATIONS = {
     ],
     "idempotency": [
         M(
-            "idempotency.records:RecordClaim._take",
-            "free = self._rows().filter(token=row.token)",
-            "free = self._rows()",
+            "queries.sql:claim_record",
+            "(state = 'running' AND ends_at < NOW)",
+            "state = 'running'",
             "two processes do the work of one key",
         ),
         M(
@@ -496,7 +502,7 @@ MUTATIONS = {
             "a result that could not be stored is returned as None",
         ),
         M(
-            "leases.claim:Claim.prepare",
+            "leases.held_row:HeldRow.prepare",
             "if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):",
             "if False:",
             "nested work of one key waits for itself",
@@ -510,9 +516,9 @@ MUTATIONS = {
     ],
     "stages": [
         M(
-            "stages.follower:StepFollower.end",
-            "or not self.table.is_complete(",
-            "or self.table.is_complete(",
+            "stages.follower:StepFollower._is_stage_open",
+            "return bool(",
+            "return not bool(",
             "a run stops after its first stage",
         ),
         M(
@@ -571,8 +577,8 @@ MUTATIONS = {
         ),
         M(
             "stages.follower:StepFollower.end",
-            '("succeed_step", held) if held else _EAGERLY',
-            "_EAGERLY",
+            "held is None",
+            "True",
             "an attempt that lost its step ends it under the one that has it",
         ),
         M(
@@ -606,18 +612,6 @@ MUTATIONS = {
             "if self.is_won or not",
             "if not",
             "a transaction that has begun its work is repeated, with the work",
-        ),
-        M(
-            "transactions:retry_on_new_connection",
-            "        connection.close()\n        try:",
-            "        try:",
-            "after a restart of the database no outcome can be recorded",
-        ),
-        M(
-            "transactions:leave_inherited",
-            "connection.connection = None",
-            "connection.close()",
-            "a forked child ends its parent's session at the database",
         ),
         M(
             "pruning:prune_some",
@@ -676,9 +670,9 @@ MUTATIONS = {
             "a task that kills its workers is never set aside",
         ),
         M(
-            "models.step_states:StageSteps.abort",
-            "self.waiting().update(",
-            "self.update(",
+            "stages.engine:stop",
+            ".filter(run=run.pk).waiting()",
+            ".filter(run=run.pk)",
             "aborting a run changes steps that have succeeded",
         ),
     ],

@@ -71,7 +71,7 @@ def test_it_commits_with_the_body(carried: Carried) -> None:
 
 def renewer_has_leases() -> bool:
     """Return whether this process renews any lease."""
-    return any(lane._leases for lane in renewer.lanes.values())
+    return any(lane.leases for lane in renewer.lanes.values())
 
 
 @pytest.mark.parametrize("result", ["stored", None])

@@ -17,8 +17,9 @@ from django.db import DatabaseError, connections, transaction
 from django_celery_safe.databases import Now
 from django_celery_safe.events import RUN_ENDED
 from django_celery_safe.stages import Status, engine, step_messages
+from django_celery_safe.stages.follower import StepFollower
 from django_celery_safe.stages.plan import LONGEST_PARAMS
-from django_celery_safe.stages.step_table import StepTable
+from django_celery_safe.stages.step_table import Found, StepTable
 from django_celery_safe.values import encode
 
 logger = logging.getLogger(__name__)
@@ -56,21 +57,21 @@ def use_chosen() -> None:
 def _ending_stages(is_last: IsLast) -> Iterator[None]:
     last = threading.local()
 
-    def is_complete(store: StepTable, run: int, stage: int) -> bool:
-        last.stage = stage
-        return is_last(store, run, stage)
+    def is_stage_open(follower: StepFollower, found: Found) -> bool:
+        last.stage = found.stage
+        return not is_last(follower.table, found.run, found.stage)
 
     def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
         # Without the run's lock, for which the right one waits.
         _go_on(store, pk, last.stage)
         return write()
 
-    before = StepTable.is_complete, engine.leave
-    StepTable.is_complete, engine.leave = is_complete, leave  # type: ignore[method-assign]
+    before = StepFollower._is_stage_open, engine.leave
+    StepFollower._is_stage_open, engine.leave = is_stage_open, leave  # type: ignore[method-assign]
     try:
         yield
     finally:
-        StepTable.is_complete, engine.leave = before  # type: ignore[method-assign]
+        StepFollower._is_stage_open, engine.leave = before  # type: ignore[method-assign]
 
 
 def _is_last_by_count(store: StepTable, run: int, stage: int) -> bool:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import Error, connections
 from django.db.models import F
 
-from ...databases import CLOCKS, MYSQL, ServerMicroseconds, refuse_unfit
+from ...databases import CLOCKS, MYSQL, ServerMicroseconds
 from ...exceptions import CelerySafeError, WrongTransaction
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, decode_holder, encode_holder, place_names, plain_name
 from ...leases.lease_table import DatabaseLeases
 from ...leases.store import Renewable
-from ...transactions import is_pooled, is_transaction_open, leave_inherited
+from ...transactions import is_pooled, is_transaction_open
 from .base import Acquired, LockRequest, Store, choose_place
 
 if TYPE_CHECKING:
@@ -104,8 +104,6 @@ class DatabaseStore(DatabaseLeases, Store):
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         with self.errors("acquire"):
-            if connections[self.alias].vendor == MYSQL:
-                refuse_unfit(self.alias, "hold locks")
             if random.random() < PRUNES:  # noqa: S311
                 self._prune()
             if request.limit == 1:
@@ -159,7 +157,6 @@ class DatabaseStore(DatabaseLeases, Store):
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
-        leave_inherited(self.alias)
         connection = connections[self.alias]
         # A pooled connection goes back at once, so other threads can use it while this
         # thread does its work under the lock.
