@@ -49,7 +49,7 @@ from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
 from .capture import Message
 from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
-from .message_table import message_table
+from .message_table import Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
 from .publisher import Publisher
 from .serialization import ForAnotherRelay, to_message
@@ -153,8 +153,8 @@ class Relay:
         self._publishers: dict[Celery, Publisher] = {}
         #: Rows of the batch without an outcome yet.
         self._left: set[int] = set()
-        #: Rows that were sent: how many seconds later they are sent again; None: they end.
-        self._sent: dict[int, float | None] = {}
+        #: When a relay looks again at the rows that were dealt with.
+        self._sent: dict[int, Next] = {}
         #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
         #: When the last claimed row was due, and until when the relay looks only at later rows.
@@ -283,7 +283,7 @@ class Relay:
                 elif one.message.eta and (wait := time_to_wait(one.message)) is not None:
                     # Its sender has died before it said so.
                     self._left.discard(row.pk)
-                    self._table.record_sent(self._token, {row.pk: wait}, is_far=True)
+                    self._sent[row.pk] = Next(wait, is_far=True)
                 else:
                     claimed.append(one)
             except ForAnotherRelay as error:
@@ -378,7 +378,8 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        self._sent[one.row.pk] = None if is_duplicate else resend_delay(one.message, one.row.resent)
+        again = None if is_duplicate else resend_delay(one.message, one.row.resent)
+        self._sent[one.row.pk] = Next(again)
         self.count += 1
         if is_duplicate:
             return  # publish_once has reported it

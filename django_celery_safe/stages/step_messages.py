@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,7 @@ from ..delivery.header import FORMAT, HEADER, Header
 from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
+from ..sending.outbox import name_attempt
 from .entry_options import read_entry
 from .plan import get_step_layer
 from .step_table import Step, StepTable
@@ -48,11 +48,9 @@ def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
                 task.apply_async(args, kwargs, **options)
         captured = CAPTURED.get()
         for message in captured.messages if captured else ():
-            headers = message.options["headers"]  # it is carried, whoever knows the task
-            if "step" not in headers.get(HEADER, ()):
-                continue  # a receiver of Celery's signals has sent it
-            attempt = {"attempt": os.urandom(16).hex(), "using": store.alias}
-            headers[HEADER] = {**headers[HEADER], **attempt}
+            # A receiver of Celery's signals may have sent others.
+            if "step" in message.options["headers"].get(HEADER, ()):
+                name_attempt(message, store.alias)  # it is carried, whoever knows the task
 
     hold(app, send_all, store.alias, {}, outbox=True)
 

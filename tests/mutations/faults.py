@@ -404,7 +404,7 @@ MUTATIONS = {
             "a task for another database's transaction is sent at once",
         ),
         M(
-            "sending.commit:Held._publish",
+            "sending.sender:Sender._send",
             "except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run",
             "except ArithmeticError as error:",
             "an error of one send skips the other callbacks of the commit",

@@ -46,7 +46,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.leases.holder import HOST, Holder, encode_holder
 from django_celery_safe.sending import carried as carried_module
-from django_celery_safe.sending.message_table import message_table
+from django_celery_safe.sending.message_table import Next, message_table
 from django_celery_safe.sending.publisher import Publisher
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import (
@@ -659,7 +659,7 @@ def test_a_sender_that_records_too_late_records_nothing(carried: Carried, goes_o
     with suppress(SystemExit):
         carried.mailbox.deliver(message)
     carried.rows.update(state="pending", due_at=Now())
-    message_table(carried.alias).record_sent(token, {pk: 60.0})
+    message_table(carried.alias).record_sent(token, {pk: Next(60.0)})
     assert carried.row.state == "pending"
     carried.mailbox.take()
     assert [one.ours["attempt"] for one in carried.relay()] == [carried.row.attempt]
