@@ -148,7 +148,6 @@ def trace_all() -> dict[str, Trace]:
     relay = Relay()
     with flow("relay of one"):
         relay.relay_batch()
-    relay.close()
     mailbox.take()
 
     Person.everyone.create(pk=1)

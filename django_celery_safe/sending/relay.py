@@ -45,13 +45,13 @@ from ..foreign_errors import describe_error
 from ..leases.clock import clock
 from ..leases.holder import holder_text
 from ..texts import get_logger
-from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
+from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
 from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
 from .message_table import Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
-from .publisher import Publisher
+from .publisher import Publisher, bounded_publisher
 from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
 
@@ -148,7 +148,6 @@ class Relay:
         self._attempts = attempts
         #: The relay's chores besides sending.
         self.housekeeping = Housekeeping(using)
-        self._connections: dict[Celery, OwnConnection] = {}
         #: The publishers of the messages of this batch.
         self._publishers: dict[Celery, Publisher] = {}
         #: Rows of the batch without an outcome yet.
@@ -235,11 +234,6 @@ class Relay:
             self._awake_at = clock.now()
         return len(rows)
 
-    def close(self) -> None:
-        """Close the connections to the broker."""
-        for connection in self._connections.values():
-            connection.close()
-
     def _claim(self) -> list[OutboxMessage]:
         """
         Claim a batch of due rows, starting where the last batch ended.
@@ -295,11 +289,9 @@ class Relay:
         return claimed
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
-        connection = self._connections.setdefault(app, OwnConnection(app, LONGEST_WAIT))
         if time.monotonic() > stop_at:
             return  # another relay may claim these rows soon
-        publisher = Publisher(app, connection.lend, wait=LONGEST_WAIT, patient=True)
-        self._publishers[app] = publisher
+        publisher = self._publishers[app] = bounded_publisher(app, LONGEST_WAIT, patient=True)
         free = [one for one in claimed if not one.needs]
         if len(free) > 1:
             waiting = iter(free)
@@ -454,7 +446,5 @@ def drain_all(relays: list[Relay], until: Callable[[], bool]) -> None:
             relay.drain(until)
         except (BrokerGone, DatabaseError) as error:
             errors.append(error)
-        finally:
-            relay.close()
     if errors:
         raise errors[0]

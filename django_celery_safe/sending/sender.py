@@ -275,12 +275,15 @@ class OutboxSender(Sender):
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
         if self._limit is not None:
             raise self._limit
-        if time.monotonic() >= self._give_up_at:
+        if not self._has_time():
             raise OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
         return super()._publish(send, message, now=now)
 
     def _make_publisher(self, app: Celery) -> Publisher:
-        return bounded_publisher(app, self._timeout, lambda: time.monotonic() < self._give_up_at)
+        return bounded_publisher(app, self._timeout, has_time=self._has_time)
+
+    def _has_time(self) -> bool:
+        return time.monotonic() < self._give_up_at
 
     def _register(self, send: Send) -> None:
         calls = send.captured.chord_calls

@@ -4,7 +4,7 @@ import asyncio
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +167,8 @@ def test_messages_of_what_is_done_or_discarded_do_nothing(
 
 def test_a_relay_that_was_absent_does_not_judge(carried: Carried) -> None:
     """Half a lease long it brings no run back: living processes renew their leases first."""
-    with held_clock() as clock, closing(Relay(carried.alias)) as relay:
+    relay = Relay(carried.alias)
+    with held_clock() as clock:
         clock.advance(10.0)
         assert relay.relay_batch() == 0
         leave_dead(carried, carried.send(1))

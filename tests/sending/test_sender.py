@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -142,8 +142,8 @@ def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent
         result = keep(1, alias)
     assert sent() == []
     table(alias).update(due_at=Now() - timedelta(seconds=1))
-    with closing(Relay(alias)) as relay:
-        relay.drain()
+    relay = Relay(alias)
+    relay.drain()
     assert ids(sent()) == [result.id]
 
 
