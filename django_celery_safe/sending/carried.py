@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary, ref
 
 from celery._state import get_current_task
 from celery.app.task import Context
-from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TaskPredicate
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
@@ -40,7 +39,7 @@ from ..transactions import TRIES
 from ..values import decode
 from .capture import Captured, capture
 from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
-from .followers import carried_followers, end_with_body, send_followers
+from .followers import carried_followers, send_followers
 from .going_on import ending, publish_again
 from .message_table import Claimed, MessageTable, message_table
 from .outbox import can_carry, name_attempt
@@ -194,24 +193,13 @@ class Run:
         if not ours:
             self.claim.raise_lost()
         if goes_on is None and self.follower is None:
-            self._emit_done()
+            MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
 
     def _end_well(self, follow: Callable[[], object] | None) -> bool:
         fault = None if self.follower is None else self.follower.fault
         if fault is None or self.claim.is_finished:
             return self.end(follow) or bool(self.unrun)
         return self._record_fault(fault)
-
-    def end_with(self, follow: Callable[[], object]) -> bool:
-        """End the row together with what follows; return whether the claim still held it."""
-        ours = self.end(follow)
-        if ours:
-            self.claim.end()
-            self._emit_done()
-        return ours
-
-    def _emit_done(self) -> None:
-        MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
 
     def fail(self, error: BaseException) -> bool:
         """
@@ -260,13 +248,9 @@ class Run:
     def _record_fault(self, fault: Fault) -> bool:
         """Fail the row and what follows it; return whether the claim still held the row."""
         row, token = self.claim.table.at(self.claim.name), self.claim.token
-
-        def was_written() -> bool:
-            gone = not row.exists()
-            return gone if self.follower else row.failed().filter(error_type=fault.type).exists()
-
         return self.claim.end_by(
-            lambda: fail_message(self.follower, self._task_id, row, token, fault), was_written
+            lambda: fail_message(self.follower, self._task_id, row, token, fault),
+            lambda: self.claim.table.has_ended(self.claim.name),
         )
 
     def _let_wait(self, fault: Fault) -> None:
@@ -446,12 +430,9 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
     follow = None
     if run.has_followers and run.resent is None and run.follower is None:
         if not carried_followers(task, request, alias):
-            # Celery sends them, and then reports the success.
-            end_with_body(task, request, alias, run.end_with)
-            return
+            return  # Celery sends them, and then reports the success
         follow = partial(send_followers, task, request, result)
     try:
-        _check_storable(task, request, result)
         run.succeed(follow)
     except (DatabaseError, ClaimLost) as error:
         raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
@@ -514,21 +495,6 @@ def end_run(outcome: Outcome) -> None:
         run.succeed()
     else:
         run.fail(outcome.error)
-
-
-def _check_storable(task: Any, request: Context, result: Any) -> None:
-    """
-    Check that the result backend can take a result, as long as the row can fail because it can't.
-
-    Raises:
-        EncodeError: It can't: Celery would say so after the end of the row.
-    """
-    ignores = vars(request).get("ignore_result")
-    if result is None or (task.ignore_result if ignores is None else ignores):
-        return
-    backend = task.backend
-    if not isinstance(backend, DisabledBackend):
-        backend.encode(backend.prepare_value(result))
 
 
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from celery import Celery
-from celery.canvas import Signature
+from celery.canvas import Signature, maybe_signature
 from django.db import Error as DatabaseError
 from django.db import connections, router
 
@@ -251,9 +251,9 @@ def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
         chosen: Outbox = conf.outbox(wanted)
         return chosen
     asked: list[Outbox] = []
-    for part in _parts(signature):
+    for part in iter_leaves(app, signature):
         wanted = part.options.get("outbox")
-        task = app.tasks.get(part.task)
+        task = app.tasks.get(str(part.task))
         asked.append(task_wants_outbox(task) if wanted is None else conf.outbox(wanted))
     return UNTIL_DONE if UNTIL_DONE in asked else any(asked)
 
@@ -266,11 +266,13 @@ def task_wants_outbox(task: Any) -> Outbox:
     return UNTIL_DONE if wanted == UNTIL_DONE else bool(wanted)
 
 
-def _parts(signature: Signature[Any]) -> Iterator[Any]:
+def iter_leaves(app: Celery, signature: Any) -> Iterator[Signature[Any]]:
     """Yield the signatures of the single tasks in a canvas."""
-    parts = [*(getattr(signature, "tasks", None) or ()), getattr(signature, "body", None)]
-    inner = [part for part in parts if isinstance(part, Signature)]
-    if not inner:
+    tasks = getattr(signature, "tasks", None) or ()
+    parts = [*getattr(tasks, "tasks", tasks)]  # those of a stamped chord are a group
+    if signature.get("subtask_type") == "chord":
+        parts.append(signature.body)
+    if not parts:
         yield signature
-    for part in inner:
-        yield from _parts(part)
+    for part in parts:
+        yield from iter_leaves(app, maybe_signature(part, app=app))
