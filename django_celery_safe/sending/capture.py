@@ -278,13 +278,8 @@ def _keep(
         context.run(original, _StandIn(producer.connection), name, message, **options)
     except _PublishIntercepted as kept:
         publishing = kept.options
-        content_type, encoding, data = serialize(
-            name,
-            kept.body,
-            publishing.pop("serializer"),
-            publishing["headers"],
-            producer.connection,
-        )
+        serializer = publishing.pop("serializer")
+        content_type, encoding, data = serialize(name, kept.body, serializer)
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         event = message[3] and {**message[3], "queue": _queue_name(app, **options)}

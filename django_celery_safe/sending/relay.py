@@ -298,23 +298,20 @@ class Relay:
             publisher.publish_together(
                 [one.message for one in free], lambda _: self._record_sent(next(waiting))
             )
-        unavailable: dict[str, PutOff] = {}
-        put_off: dict[str, list[int]] = {}
+        unavailable: dict[str, str] = {}
         for one in claimed:
             if one.row.pk not in self._left:
                 continue
             if time.monotonic() > stop_at:
                 break  # another relay may claim the rest soon
-            needs = one.needs
             try:
-                if needs not in unavailable:  # otherwise it would wait for the same server again
-                    self._publish_one(publisher, one)
-                    continue
+                # Otherwise it would wait for the same server again.
+                if (fault := unavailable.get(one.needs)) is not None:
+                    raise PutOff(fault)
+                self._publish_one(publisher, one)
             except PutOff as error:
-                unavailable[needs] = error
-            put_off.setdefault(needs, []).append(one.row.pk)
-        for needs, ids in put_off.items():
-            self._put_off(ids, str(unavailable[needs]))
+                unavailable[one.needs] = str(error)
+                self._put_off([one.row.pk], str(error))
 
     def _publish_one(self, publisher: Publisher, one: ClaimedMessage) -> None:
         """

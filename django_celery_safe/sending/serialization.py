@@ -209,12 +209,8 @@ def _pack_entity(app: Celery, entity: Any) -> Any:
 
 
 def _pack_queue(queue: Queue) -> dict[str, Any]:
-    packed: dict[str, Any] = queue.as_dict()
-    packed["exchange"] = _pack_exchange(packed["exchange"])
-    bindings = [
-        {**bound.as_dict(), "exchange": _pack_exchange(bound.exchange)} for bound in queue.bindings
-    ]
-    packed["bindings"] = sorted(bindings, key=repr)  # kombu has them in a set
+    packed: dict[str, Any] = queue.as_dict(recurse=True)
+    packed["bindings"] = sorted(packed["bindings"], key=repr)  # kombu has them in a set
     return packed
 
 
