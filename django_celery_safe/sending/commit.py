@@ -16,12 +16,10 @@ from .capture import Captured, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .sender import OutboxSender, Sender
-from .unsent import refuse_get
+from .unsent import as_sent_result, refuse_get
 
 if TYPE_CHECKING:
-    from celery.result import AsyncResult
-
-    from .typed import SentResult
+    pass
 
 T = TypeVar("T")
 
@@ -199,12 +197,3 @@ def _refuse_other_broker(app: Celery, options: dict[str, Any]) -> None:
             f"broker, {theirs}: it goes through the app's broker, {ours}. Leave it out, or send "
             f"the task yourself in transaction.on_commit(), with outbox=False."
         )
-
-
-def as_sent_result(result: AsyncResult[T]) -> SentResult[T]:
-    """Set ``send_error`` of a result to None, and ``is_duplicate`` to False unless it is set."""
-    sent = cast("SentResult[T]", result)
-    if sent is not None:
-        sent.send_error = None
-        sent.__dict__.setdefault("is_duplicate", False)
-    return sent

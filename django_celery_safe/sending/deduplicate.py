@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..concurrency.sent import find_lock_of, leave_period
+from celery._state import get_current_task
+
+from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
 from ..delivery.header import HEADER, Header, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..leases.holder import describe_arguments
 from ..locks import HeldLock
+from .unsent import as_sent_result
 
 
 def publish_once(
@@ -76,6 +79,28 @@ def publish_once(
     # same message once more.
     publish()
     return None
+
+
+def pass_on(token: str | None, options: dict[str, Any]) -> SentLock | None:
+    """Pass the lock of the running task's message to its re-send, if the token matches."""
+    running = get_current_task()
+    sent = None if running is None else find_sent(running.request)
+    if sent is None or sent.token != token:
+        return None
+    delay = options.get("countdown") or options.get("eta")  # as Celery does
+    sent.pass_on(sent.lease(delay, options.get("expires")))
+    return sent
+
+
+def make_result(task: Any, task_id: str, options: dict[str, Any]) -> Any:
+    """Return the result of a send that published nothing, as Celery makes one."""
+    result = as_sent_result(task.AsyncResult(task_id))
+    ignores = options.get("ignore_result")
+    result.ignored = task.ignore_result if ignores is None else ignores
+    parent = get_current_task()
+    if parent is not None and options.get("add_to_parent", True):
+        parent.add_trail(result)
+    return result
 
 
 def _emit_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:

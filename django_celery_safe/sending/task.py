@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
-from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
-from celery.result import EagerResult
-from celery.signals import before_task_publish
-from celery.states import PENDING
-from celery.utils.time import maybe_make_aware
 from kombu.exceptions import EncodeError
-from kombu.utils.uuid import uuid
 
 from .. import conf
-from ..compat import dump_models
-from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
-from ..concurrency.keys import call_key
-from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
-from ..concurrency.sent import SentLock, find_lock_of, find_sent
-from ..delivery.call import is_as_sent
+from ..concurrency.guard import name_lock
 from ..delivery.copies import Resent, find_resent, resending
-from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
+from ..delivery.header import HEADER, Header, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from . import installed
-from .arguments import check_arguments, explain, show
+from .arguments import check_arguments, explain
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
-from .commit import as_sent_result, hold, must_wait
-from .deduplicate import publish_once
-from .eager import is_put_off, is_waiting, put_off, run_sent
+from .commit import hold, must_wait
+from .deduplicate import make_result, pass_on, publish_once
+from .eager import is_put_off, is_waiting, put_off, run_once, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
+from .sent_header import add_header, headers_to_be, signatures_in
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
-from .unsent import settle
+from .unsent import as_sent_result, settle
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
@@ -149,7 +136,7 @@ class SafeTaskMixin(Task[P, R]):
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
-            options, _ = self._with_header(args, kwargs, options, Header())
+            options, _ = add_header(self, args, kwargs, options, Header())
         if is_put_off(options):
             return put_off(self.name, self._apply_once, args, kwargs, options)
         return super().apply(args, kwargs, *more, **options)
@@ -160,7 +147,7 @@ class SafeTaskMixin(Task[P, R]):
         header = read_header(options.get("headers"), self.name)
         if "sent" not in header:
             return run(**options)
-        return self._run_once(options, header, lambda given: as_sent_result(run(**given)))
+        return run_once(self, options, header, lambda given: as_sent_result(run(**given)))
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
@@ -278,9 +265,8 @@ class SafeTaskMixin(Task[P, R]):
         """
         if not installed.found:
             installed.refuse_uninstalled(self.name)
-        carried_along = [options[name] for name in _CARRIED if options.get(name) is not None]
         try:
-            check_arguments(self.name, args, kwargs, *carried_along)
+            check_arguments(self.name, args, kwargs, *signatures_in(options))
         except NotSerializable as error:
             if waits or (options.get("serializer") or self.serializer) == "json":
                 raise
@@ -294,12 +280,12 @@ class SafeTaskMixin(Task[P, R]):
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
         if resent is None or not resent.unchanged:
-            options, header = self._with_header(args, kwargs, options, carried, resent is not None)
+            options, header = add_header(self, args, kwargs, options, carried, resent is not None)
         if "sent" not in header:
             return self._publish(args, kwargs, options)
         if header["sent"] == carried.get("sent"):
             # Before the publication, because the next run may take the lock right after it.
-            sent = self._pass_on(header["sent"], options)
+            sent = pass_on(header["sent"], options)
             try:
                 return self._publish(args, kwargs, options)
             except BaseException:
@@ -314,7 +300,7 @@ class SafeTaskMixin(Task[P, R]):
             return as_sent_result(super().apply_async(args, kwargs, **options))
         except EncodeError as error:
             serializer = options.get("serializer") or self.serializer
-            links = [options[name] for name in _CARRIED if options.get(name) is not None]
+            links = signatures_in(options)
             raise explain(self.name, args, kwargs, links, serializer, error) from error
 
     def _send_once(
@@ -332,8 +318,8 @@ class SafeTaskMixin(Task[P, R]):
             result.is_duplicate = None
             return result
         if eager:
-            return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
-        headers = self._headers_to_be(args, kwargs, options, header)
+            return run_once(self, options, header, lambda given: self._publish(args, kwargs, given))
+        headers = headers_to_be(self, args, kwargs, options, header)
         sent: list[SentResult[R]] = []
 
         def publish() -> None:
@@ -342,159 +328,12 @@ class SafeTaskMixin(Task[P, R]):
             sent.append(self._publish(args, kwargs, final))
 
         held = publish_once(headers, publish, again=again, header=header)
-        result = sent[0] if sent else as_sent_result(self.AsyncResult(headers["id"]))
-        if not sent:  # as Celery does
-            ignores = options.get("ignore_result")
-            result.ignored = self.ignore_result if ignores is None else ignores
-            parent = get_current_task()
-            if parent is not None and options.get("add_to_parent", True):
-                parent.add_trail(result)
+        result = sent[0] if sent else make_result(self, headers["id"], options)
         settle(result, headers, held)
         if again:
             # A message that replaces its own run takes over that run's lock.
-            self._pass_on(read_header(headers, self.name).get("sent"), options)
+            pass_on(read_header(headers, self.name).get("sent"), options)
         return result
-
-    def _headers_to_be(
-        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
-    ) -> dict[str, Any]:
-        """Return those headers of a message to be built that the lock of its send needs."""
-        delay = options.get("countdown") or options.get("eta")  # as Celery does
-        moments = {"eta": delay, "expires": options.get("expires", self.expires)}
-        for name, moment in moments.items():
-            if isinstance(moment, datetime):
-                moments[name] = maybe_make_aware(moment, self.app.timezone)
-        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
-        # A receiver may redact what the message shows.
-        if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
-            headers |= show(args or (), kwargs or {})
-            headers |= {name: options[name] for name in _SHOWN if options.get(name)}
-        return headers | moments
-
-    def _run_once(
-        self,
-        options: dict[str, Any],
-        header: Header,
-        run_now: Callable[[dict[str, Any]], SentResult[R]],
-    ) -> SentResult[R]:
-        """Run the task now, as ``task_always_eager`` asks, unless this send is a duplicate."""
-        task_id = options.get("task_id") or uuid()
-        headers: dict[str, Any] = {"task": self.name, "id": task_id, HEADER: header}
-        held = publish_once(headers, lambda: None)
-        if held is not None:
-            known: Any = as_sent_result(EagerResult(headers["id"], None, PENDING))
-            settle(known, headers, held)
-            return known  # type: ignore[no-any-return]
-        header = headers[HEADER]
-        sent = find_lock_of(self.name, header)
-        if sent is not None:
-            run = options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
-            if run.unique_until == "start":
-                sent.move(0)
-            else:
-                sent.renew(run.lease())
-        given = {**(options.get("headers") or {}), HEADER: header}
-        try:
-            result = run_now({**options, "task_id": headers["id"], "headers": given})
-        finally:
-            if sent is not None:
-                sent.end_run(self, None)
-        settle(result, headers, None)
-        return result
-
-    def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
-        """Pass the lock of the running task's message to its re-send, if the token matches."""
-        running = get_current_task()
-        sent = None if running is None else find_sent(running.request)
-        if sent is None or sent.token != token:
-            return None
-        delay = options.get("countdown") or options.get("eta")  # as Celery does
-        sent.pass_on(sent.lease(delay, options.get("expires")))
-        return sent
-
-    def _with_header(
-        self,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        carried: Header,
-        is_resent: bool = False,
-    ) -> tuple[dict[str, Any], Header]:
-        """Return the options of a send with our header added, and the header itself."""
-        asked = options.get("single_instance", carried.get("options"))
-        options = {name: value for name, value in options.items() if name != "single_instance"}
-        headers = options.get("headers")
-        header = Header()
-        if headers and HEADER in headers:
-            # All other fields were copied from another message, or are set below.
-            header = read_given_fields(headers, self.name)
-            options["headers"] = {name: headers[name] for name in headers if name != HEADER}
-        guarded = find_guarded(self)
-        # Without unique_until, the key is made when the task runs.
-        if asked is not None or (guarded and guarded.options.unique_until is not None):
-            guarded = guarded or Guarded(self.run, DEFAULTS, False)
-            header |= self._lock_fields(guarded, asked, args, kwargs, options, carried, is_resent)
-        if header:
-            header["format"] = FORMAT
-            options["headers"] = {**(options.get("headers") or {}), HEADER: header}
-        return options, header
-
-    def _lock_fields(
-        self,
-        guarded: Guarded,
-        asked: Any,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        carried: Header,
-        is_resent: bool,
-    ) -> Header:
-        """Return the header fields for a message's locks."""
-        own = guarded.options
-        if asked is not None:
-            own = options_of_call(own, asked)
-            check_key_names(guarded.function, own.key, plain=True)
-        key = carried.get("key")
-        is_same = asked == carried.get("options") and kwargs is not None
-        if key is None or not is_same or not is_as_sent(self.request, args or (), kwargs):
-            key = self._key(guarded, own, args, kwargs, options)
-        header = Header(task=self.name, key=key)
-        if not isinstance(own.lock, conf.Unset):
-            header["lock"] = own.lock
-        if asked is not None:
-            header["options"] = dict(asked)
-        if carried or options.get("retries"):
-            # A retry takes no new lock, which could be held by another message. With the same
-            # key it keeps the old lock.
-            if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
-                old = {name: carried[name] for name in carried if name != "copy"}
-                header = {**old, **header}
-        elif own.unique_until is not None:
-            header["sent"] = os.urandom(16).hex()
-            header["canvas"] = is_resent or any(map(options.get, _CANVAS))
-            if isinstance(own.unique_until, float):
-                header["period"] = own.unique_until
-        return header
-
-    def _key(
-        self, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
-    ) -> str:
-        """Return the key of a call that is sent."""
-        serializer = options.get("serializer") or self.serializer
-        # The attribute exists since Celery 5.7, and is None for most tasks.
-        has_models = getattr(self, "_dump_pydantic_arguments", True) is not None
-        if has_models and serializer != "pickle":
-            args, kwargs = dump_models(self, args, kwargs)
-        return call_key(
-            self.name,
-            guarded.function,
-            own.key,
-            tuple(args or ()),
-            kwargs or {},
-            bound=guarded.bound,
-            serializer=serializer,
-            is_send=True,
-        )
 
 
 #: Our options of a send on commit, which Celery does not know; a signature can have them too.
@@ -502,15 +341,6 @@ _OURS = ("outbox", "using", "send_on_commit")
 
 #: Parameters of Celery's ``apply_async`` that may be positional, after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
-
-#: Options that replace the texts of the arguments.
-_SHOWN = ("argsrepr", "kwargsrepr")
-
-#: Options with signatures that travel in the task's message.
-_CARRIED = ("link", "link_error", "chain", "chord")
-
-#: Options that only parts of a canvas have; other tasks wait for such a part.
-_CANVAS = (*_CARRIED, "group_id", "parent_id", "root_id")
 
 
 class SafeTask(SafeTaskMixin[P, R], DjangoTask[P, R]):  # type: ignore[misc]

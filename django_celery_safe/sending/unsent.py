@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from django.db import transaction
 
 from ..delivery.header import HEADER
 from ..exceptions import WrongTransaction
 from ..locks import HeldLock
+
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+    from .typed import SentResult
+
+T = TypeVar("T")
 
 
 def refuse_get(result: Any, using: str | None) -> None:
@@ -32,6 +39,15 @@ def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
     result.is_duplicate = held is not None or is_marked
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
+
+
+def as_sent_result(result: AsyncResult[T]) -> SentResult[T]:
+    """Set ``send_error`` of a result to None, and ``is_duplicate`` to False unless it is set."""
+    sent = cast("SentResult[T]", result)
+    if sent is not None:
+        sent.send_error = None
+        sent.__dict__.setdefault("is_duplicate", False)
+    return sent
 
 
 def _get(result: Any, using: str | None, *args: Any, **kwargs: Any) -> Any:

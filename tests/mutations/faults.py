@@ -440,13 +440,13 @@ MUTATIONS = {
             "a carried task whose process was killed waits for the end of its lease",
         ),
         M(
-            "sending.carried:Run.end",
+            "sending.carried_run:Run.end",
             '"" if self.claim.is_finished else',
             '"" if False else',
             "a finished task's recorded result is overwritten by its return value",
         ),
         M(
-            "sending.carried:Run._come_again",
+            "sending.carried_run:Run._come_again",
             "return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))",
             "return self.end()",
             "a carried task that is retried or requeued counts as done",
