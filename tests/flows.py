@@ -24,12 +24,12 @@ LIMITS: Final = {
     "single_instance run": 27,
     "unique_until send": 21,
     "unique_until run": 40,
-    "outbox call and commit": 32,
-    "relay of one": 19,
+    "outbox call and commit": 30,
+    "relay of one": 18,
     "do_once": 5,
     "idempotent run": 34,
-    "start": 47,
-    "step and next stage": 97,
+    "start": 43,
+    "step and next stage": 93,
     "last step": 63,
 }
 WIDTH: Final = max(map(len, LIMITS))

@@ -9,36 +9,160 @@ the message. A message whose row has ended, or is claimed by another run, does n
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from celery._state import get_current_task
 from celery.app.task import Context
-from celery.exceptions import TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, connections
+from celery.exceptions import Ignore, SoftTimeLimitExceeded, TaskPredicate
 from django.db import Error as DatabaseError
 
 from ..delivery.call import Args, Function, Kwargs
-from ..delivery.copies import MessageGoesOn, WillBeRedelivered, resend_later
+from ..delivery.copies import MessageGoesOn, WillBeRedelivered
 from ..delivery.deaths import refuse_after_deaths
 from ..delivery.endings import Outcome
 from ..delivery.header import Header, get_header
-from ..events import TASK_NOT_RUN
-from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
+from ..events import MESSAGE_DONE, TASK_NOT_RUN
+from ..exceptions import ClaimLost, TaskPoisoned
 from ..foreign_errors import describe_error
 from ..leases.claim import working_claims
-from ..leases.clock import clock
 from ..texts import get_logger
-from ..transactions import TRIES
 from ..values import decode
-from .carried_run import DATABASE_AWAY, MessageClaim, Run
+from .capture import Captured, capture
+from .carried_claim import MessageClaim, claim_message
+from .carried_ends import RESENT, NoAnswer, RunEnds
+from .followed import Follower, find_follower
 from .followers import carried_followers, send_followers
+from .going_on import ending
 from .message_table import Claimed
 
 T = TypeVar("T")
 
 logger = get_logger(__name__)
+
+
+class Run(RunEnds):
+    """The run of a carried task in this process."""
+
+    def __init__(
+        self,
+        claim: MessageClaim,
+        task: Any,
+        request: Context,
+        found: Claimed,
+    ) -> None:
+        # Not the request: as the weak key of this run, it would never be freed.
+        self.claim, self.task, self._task_id = claim, task, request.id or ""
+        self.held = claim.name, claim.token
+        claim.find_run = ref(self)
+        self.found, self.returned, self.unrun = found, "", ""
+        self.follower: Follower | None = None
+        self.is_called = self.has_begun = False
+        self.resent: Captured | None = None
+        self._is_replaced = False
+        self.has_followers = bool(request.chain or request.callbacks or request.chord)
+
+    def begin(self, header: Header) -> None:
+        """
+        Begin to renew the lease, and begin what follows the message with this header.
+
+        Raises:
+            NoAnswer: What follows could not be read, so nothing has begun.
+        """
+        self.claim.begin()
+        follower = self.follower = find_follower(header)
+        if follower is None:
+            return
+        try:
+            self.unrun = follower.begin(self._task_id)
+        except DatabaseError as error:
+            raise NoAnswer(f"No answer: {describe_error(error)}") from error
+        if self.found.result:
+            follower.finish(self.found.result)
+
+    def keep(self, send: Callable[[], T], *, unchanged: bool = False) -> T:
+        """
+        Call ``send``, and keep the messages that it sends until the run has ended.
+
+        Args:
+            unchanged: Whether the run's own message is sent again, because it did not begin.
+        """
+        self.has_begun = self.has_begun and not unchanged
+        captured = Captured()
+        try:
+            result = capture(self.task.app, captured, lambda _: send())
+        except Ignore:
+            self._is_replaced = True
+            self._add(captured)
+            raise
+        self._add(captured)
+        return result
+
+    def _add(self, captured: Captured) -> None:
+        if self.resent is None:
+            self.resent = captured
+        else:  # a retry without throw came before
+            self.resent.messages += captured.messages
+            self.resent.chord_calls += captured.chord_calls
+
+    def succeed(self, follow: Callable[[], object] | None = None) -> None:
+        """
+        Record that the task is done, or that it continues with another message.
+
+        Args:
+            follow: Sends what follows, in the transaction that ends the row.
+
+        Raises:
+            ClaimLost: Another run has claimed the message by now.
+        """
+        goes_on = self.resent
+        try:
+            if not self.has_begun:
+                self._uncount_unbegun()
+            ours = self._end_well(follow) if goes_on is None else self._go_on(goes_on, RESENT)
+        except SoftTimeLimitExceeded:
+            if not self._is_ended():
+                raise
+            ours = True  # it came after the statement that ended the row
+        finally:
+            self.claim.end()
+        if not ours:
+            self.claim.raise_lost()
+        if goes_on is None and self.follower is None:
+            MESSAGE_DONE.emit(RunEnds, task=self.task.name, task_id=self._task_id)
+
+    def _end_well(self, follow: Callable[[], object] | None) -> bool:
+        fault = None if self.follower is None else self.follower.fault
+        if fault is None or self.claim.is_finished:
+            return self.end(follow) or bool(self.unrun)
+        return self._record_fault(fault)
+
+    def end(self, follow: Callable[[], object] | None = None) -> bool:
+        """End the row of a task that is done, with what follows; return whether it was ours."""
+        table, name, token = self.claim.table, self.claim.name, self.claim.token
+        # A finished task has its result in the row already.
+        returned = "" if self.claim.is_finished else self.returned
+        if (follower := self.follower) is not None and self.claim.is_finished:
+            follower.finish(self.claim.text)
+
+        def end_row() -> bool:
+            return table.end(name, token, returned)
+
+        def write() -> bool:
+            if follower is not None:
+                return follower.end(self.held, end_row)
+            with nullcontext() if follow is None else ending(table.alias):
+                ours = end_row()
+                if ours and follow is not None:
+                    follow()
+            return ours
+
+        if follow is not None or follower is not None:
+            self.claim.stop_renewing()  # the row may be gone before the claim ends
+        return self.claim.end_by(write, lambda: table.has_ended(name))
+
 
 #: The run of each carried task in this process, for as long as Celery keeps its request.
 _runs: Final[WeakKeyDictionary[Context, Run]] = WeakKeyDictionary()
@@ -83,14 +207,14 @@ def run_carried(
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
-        begun = _begin(task, request, header)
+        begun = claim_message(task, request, header)
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
         run = _runs[request] = Run(begun[0], task, request, begun[1])
     run.is_called = not is_hook
     try:
-        result = _call(run, request, partial(function, *args, **kwargs))
+        result = _call(run, request, header, partial(function, *args, **kwargs))
         # After a bare os.fork() the child also gets here, and must not end the claim.
         is_ours = not run.claim.is_of_parent()
         if is_ours and run.claim.is_finished:
@@ -156,11 +280,11 @@ def _emit_not_run(task: Any, request: Context, reason: str) -> None:
     TASK_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=reason)
 
 
-def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
+def _call(run: Run, request: Context, header: Header, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
     found = run.found
     if run.claim.lease is None:
-        run.begin(get_header(request))
+        run.begin(header)
     if run.unrun:
         if run.is_called:
             _emit_not_run(run.task, request, run.unrun)
@@ -196,44 +320,3 @@ def _is_for_autoretry(task: Any, error: BaseException) -> bool:
     """Return whether Celery's ``autoretry_for``, which wraps the run, may retry this error."""
     is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, TaskPoisoned))
     return is_error and hasattr(task, "_orig_run")
-
-
-def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, Claimed] | str:
-    """Claim the message; return the claim and its row, or why the message must not run."""
-    alias = header.get("using", DEFAULT_DB_ALIAS)
-    if alias not in connections.settings:
-        raise ConfigurationError(
-            f"The row of this message of {task.name} is in the database {alias!r}, which DATABASES "
-            f"of this worker has not, so it can't know whether the task is to run. Add it there, "
-            f"or let a worker that has it take the queue."
-        )
-    claim = MessageClaim(alias, header["attempt"], task, request)
-    table = claim.table
-
-    def ask() -> Any:
-        for _ in range(TRIES):
-            claim.asked_at = clock.now()
-            claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-            if claimed is not None:
-                return claimed
-            found = table.find(claim.name)
-            if found is None or found.state not in ("pending", "sent"):
-                break
-            # A stricter isolation level refused the claim, because the sender changed the row.
-        return found
-
-    try:
-        holder = claim.prepare(
-            task, request, f"The task {task.name}", "Put atomic() inside the function."
-        )
-        found = claim.ask(ask)
-    except DatabaseError as error:
-        table.check_migrated(error)
-        resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
-    if isinstance(found, Claimed):
-        return claim, found
-    if found is None:
-        return "its row is gone, so it is done, was discarded, or was rolled back"
-    if found.token == claim.token:  # it was claimed, but the answer got lost
-        return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
-    return "another process runs it" if found.state == "running" else f"it is {found.state}"

@@ -151,10 +151,11 @@ def hold(
     options = dict(options)
     _refuse_other_broker(app, options)
     captured = Captured()
-    result = as_sent_result(capture(app, captured, send, options))
+    result = capture(app, captured, send, options)
 
     def leave() -> None:
-        refuse_get(result, using)
+        if result is not None:
+            refuse_get(result, using)
         if outbox and captured.messages:
             sender = OutboxSender.join(using)
             sender.is_sure = not was_in_atomic

@@ -19,20 +19,14 @@ from celery.result import EagerResult, GroupResult, denied_join_result
 from celery.states import FAILURE, PENDING
 from django.db import transaction
 from kombu.serialization import loads
-from kombu.utils.uuid import uuid
 
-from ..concurrency.guard import Guarded, find_guarded, options_for
-from ..concurrency.options import DEFAULTS
-from ..concurrency.sent import find_lock_of
-from ..delivery.header import HEADER, Header
 from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
-from .deduplicate import publish_once
-from .unsent import allow_get, as_sent_result, refuse_get, settle
+from .unsent import allow_get, refuse_get
 
 if TYPE_CHECKING:
-    from .typed import SentResult
+    pass
 
 T = TypeVar("T")
 
@@ -91,38 +85,6 @@ def put_off(
             return apply(args, kwargs, **{**options, "throw": False})
 
     waiting.append(partial(_fill_in, task, result, run))
-    return result
-
-
-def run_once(
-    task: Any,
-    options: dict[str, Any],
-    header: Header,
-    run_now: Callable[[dict[str, Any]], SentResult[T]],
-) -> SentResult[T]:
-    """Run the task now, as ``task_always_eager`` asks, unless this send is a duplicate."""
-    task_id = options.get("task_id") or uuid()
-    headers: dict[str, Any] = {"task": task.name, "id": task_id, HEADER: header}
-    held = publish_once(headers, lambda: None)
-    if held is not None:
-        known: Any = as_sent_result(EagerResult(headers["id"], None, PENDING))
-        settle(known, headers, held)
-        return known  # type: ignore[no-any-return]
-    header = headers[HEADER]
-    sent = find_lock_of(task.name, header)
-    if sent is not None:
-        run = options_for(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header)
-        if run.unique_until == "start":
-            sent.move(0)
-        else:
-            sent.renew(run.lease())
-    given = {**(options.get("headers") or {}), HEADER: header}
-    try:
-        result = run_now({**options, "task_id": headers["id"], "headers": given})
-    finally:
-        if sent is not None:
-            sent.end_run(task, None)
-    settle(result, headers, None)
     return result
 
 

@@ -122,8 +122,9 @@ class MessageTable(LeaseTable):
         for pk, then in sent.items():
             alike.setdefault(then, []).append(pk)
         for then, ids in alike.items():
-            ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            name = ends if then.after is None else "await_eta" if then.is_far else "carry_sent"
+            name = "await_eta" if then.is_far else "carry_sent"
+            if then.after is None:
+                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
             queries.execute(self.alias, name, ids, token=token, wait=then.after)
 
     def give_back(

@@ -31,10 +31,11 @@ from ..texts import get_logger
 from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, pooled_producer, register_all
 from .capture import Captured, Message
+from .deduplicate import settle
 from .message_table import Next, message_table
 from .outbox import resend_delay, time_to_wait
 from .publisher import Publisher, bounded_publisher, takes_lock
-from .unsent import allow_get, settle
+from .unsent import allow_get
 
 logger = get_logger(__name__)
 
@@ -74,7 +75,8 @@ class Send:
         Raises:
             SoftTimeLimitExceeded: A soft time limit of the task that commits was reached.
         """
-        allow_get(self.result)
+        if self.result is not None:
+            allow_get(self.result)
         self.sender.send(self)
 
 
@@ -101,11 +103,12 @@ class Sender:
     def join(cls, using: str | None) -> Self:
         """Return the sender of this kind of the open transaction."""
         connection = transaction.get_connection(using)
-        # A test runs the callbacks of one block at a time, which is not all of its transaction.
-        if not is_in_testcase(connection.alias):
-            for _, send, *_ in reversed(connection.run_on_commit):
-                if isinstance(send, Send) and type(send.sender) is cls:
-                    return send.sender
+        for _, send, *_ in reversed(connection.run_on_commit):
+            if isinstance(send, Send) and type(send.sender) is cls:
+                # A test runs the callbacks of one block at a time, and not all of its transaction.
+                if is_in_testcase(connection.alias):
+                    break
+                return send.sender
         return cls(connection.alias)
 
     def add(self, captured: Captured, result: Any = None, **facts: Any) -> None:
@@ -270,7 +273,8 @@ class OutboxSender(Sender):
         if is_sent and wait is not None:
             sent[pk] = Next(wait, is_far=True)
         elif is_sent is not None:
-            sent[pk] = Next(resend_delay(message) if is_sent else None)
+            again = resend_delay(message) if is_sent and message.attempt else None
+            sent[pk] = Next(again)
 
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
         if self._limit is not None:

@@ -11,9 +11,9 @@ from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from kombu.exceptions import EncodeError
 
 from .. import conf
-from ..concurrency.guard import name_lock
+from ..concurrency.guard import find_guarded, name_lock
 from ..delivery.copies import Resent, find_resent, resending
-from ..delivery.header import HEADER, Header, read_header
+from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
 from ..resuming.handing_over import HandedOver
@@ -24,20 +24,18 @@ from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import hold, must_wait
-from .deduplicate import make_result, pass_on, publish_once
-from .eager import is_put_off, is_waiting, put_off, run_once, run_sent
+from .deduplicate import SIGNATURES, lock_fields, pass_on, run_once, send_once
+from .eager import is_put_off, put_off, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
-from .sent_header import add_header, headers_to_be, signatures_in
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
-from .unsent import as_sent_result, settle
+from .unsent import as_sent_result
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
 
     from .typed import SentResult
-
 
 logger = get_logger(__name__)
 
@@ -136,7 +134,7 @@ class SafeTaskMixin(Task[P, R]):
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
-            options, _ = add_header(self, args, kwargs, options, Header())
+            options, _ = self._with_header(args, kwargs, options, Header())
         if is_put_off(options):
             return put_off(self.name, self._apply_once, args, kwargs, options)
         return super().apply(args, kwargs, *more, **options)
@@ -257,16 +255,11 @@ class SafeTaskMixin(Task[P, R]):
         *,
         waits: bool = True,
     ) -> SentResult[R]:
-        """
-        Send the task, or let ``CAPTURED`` keep its message.
-
-        Args:
-            waits: Whether the send is one that waits for a commit if there is a transaction.
-        """
+        """Send the task, or let ``CAPTURED`` keep its message; ``waits``: a commit may delay it."""
         if not installed.found:
             installed.refuse_uninstalled(self.name)
         try:
-            check_arguments(self.name, args, kwargs, *signatures_in(options))
+            check_arguments(self.name, args, kwargs, *_signatures_in(options))
         except NotSerializable as error:
             if waits or (options.get("serializer") or self.serializer) == "json":
                 raise
@@ -280,7 +273,7 @@ class SafeTaskMixin(Task[P, R]):
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
         if resent is None or not resent.unchanged:
-            options, header = add_header(self, args, kwargs, options, carried, resent is not None)
+            options, header = self._with_header(args, kwargs, options, carried, resent is not None)
         if "sent" not in header:
             return self._publish(args, kwargs, options)
         if header["sent"] == carried.get("sent"):
@@ -292,7 +285,8 @@ class SafeTaskMixin(Task[P, R]):
                 if sent is not None:
                     sent.take_back()
                 raise
-        return self._send_once(args, kwargs, options, header, again=resent is not None)
+        send, is_resent = partial(self._publish, args, kwargs), resent is not None
+        return send_once(self, args, kwargs, options, header, send, again=is_resent)
 
     def _publish(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         """Send as Celery does, and name the argument that can't be serialized."""
@@ -300,40 +294,39 @@ class SafeTaskMixin(Task[P, R]):
             return as_sent_result(super().apply_async(args, kwargs, **options))
         except EncodeError as error:
             serializer = options.get("serializer") or self.serializer
-            links = signatures_in(options)
+            links = _signatures_in(options)
             raise explain(self.name, args, kwargs, links, serializer, error) from error
 
-    def _send_once(
-        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header, *, again: bool
-    ) -> SentResult[R]:
-        """
-        Send the task unless it is a duplicate; if it waits for a commit, that finds out.
+    def _with_header(
+        self,
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
+        carried: Header,
+        is_resent: bool = False,
+    ) -> tuple[dict[str, Any], Header]:
+        """Return the options of a send with our header added, and the header itself."""
+        asked = options.get("single_instance", carried.get("options"))
+        options = {name: value for name, value in options.items() if name != "single_instance"}
+        headers = options.get("headers")
+        header = Header()
+        if headers and HEADER in headers:
+            # All other fields were copied from another message, or are set below.
+            header = read_given_fields(headers, self.name)
+            options["headers"] = {name: headers[name] for name in headers if name != HEADER}
+        guarded = find_guarded(self)
+        # Without unique_until, the key is made when the task runs.
+        if asked is not None or (guarded and guarded.options.unique_until is not None):
+            header |= lock_fields(self, guarded, asked, args, kwargs, options, carried, is_resent)
+        if header:
+            header["format"] = FORMAT
+            options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+        return options, header
 
-        Args:
-            again: Whether the running task re-sends its own message.
-        """
-        eager = self.app.conf.task_always_eager
-        if CAPTURED.get() is not None or (eager and is_waiting()):
-            result = self._publish(args, kwargs, options)
-            result.is_duplicate = None
-            return result
-        if eager:
-            return run_once(self, options, header, lambda given: self._publish(args, kwargs, given))
-        headers = headers_to_be(self, args, kwargs, options, header)
-        sent: list[SentResult[R]] = []
 
-        def publish() -> None:
-            given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-            final = {**options, "task_id": headers["id"], "headers": given}
-            sent.append(self._publish(args, kwargs, final))
-
-        held = publish_once(headers, publish, again=again, header=header)
-        result = sent[0] if sent else make_result(self, headers["id"], options)
-        settle(result, headers, held)
-        if again:
-            # A message that replaces its own run takes over that run's lock.
-            pass_on(read_header(headers, self.name).get("sent"), options)
-        return result
+def _signatures_in(options: dict[str, Any]) -> list[Any]:
+    """Return the signatures that travel in the message of a send with these options."""
+    return [options[name] for name in SIGNATURES if options.get(name) is not None]
 
 
 #: Our options of a send on commit, which Celery does not know; a signature can have them too.

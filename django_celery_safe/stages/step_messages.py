@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,6 @@ from ..delivery.header import FORMAT, HEADER, Header
 from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
-from ..sending.outbox import name_attempt
 from .entry_options import read_entry
 from .plan import get_step_layer
 from .step_table import Step, StepTable
@@ -48,9 +48,12 @@ def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
                 task.apply_async(args, kwargs, **options)
         captured = CAPTURED.get()
         for message in captured.messages if captured else ():
-            # A receiver of Celery's signals may have sent others.
-            if "step" in message.options["headers"].get(HEADER, ()):
-                name_attempt(message, store.alias)  # it is carried, whoever knows the task
+            headers = message.options["headers"]  # it is carried, whoever knows the task
+            if "step" not in headers.get(HEADER, ()):
+                continue  # a receiver of Celery's signals has sent it
+            message.attempt = os.urandom(16).hex()
+            ours = {"attempt": message.attempt, "using": store.alias}
+            headers[HEADER] = {**headers[HEADER], **ours}
 
     hold(app, send_all, store.alias, {}, outbox=True)
 

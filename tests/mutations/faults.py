@@ -440,19 +440,19 @@ MUTATIONS = {
             "a carried task whose process was killed waits for the end of its lease",
         ),
         M(
-            "sending.carried_run:Run.end",
+            "sending.carried:Run.end",
             '"" if self.claim.is_finished else',
             '"" if False else',
             "a finished task's recorded result is overwritten by its return value",
         ),
         M(
-            "sending.carried_run:Run._come_again",
+            "sending.carried_ends:RunEnds._come_again",
             "return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))",
             "return self.end()",
             "a carried task that is retried or requeued counts as done",
         ),
         M(
-            "sending.carried:_begin",
+            "sending.carried_claim:claim_message",
             'return "another process runs it" if found.state == "running" else',
             'return claim, found if found.state == "running" else',
             "a carried task that runs already is run a second time",

@@ -12,7 +12,7 @@ from django.db.models import Q
 
 from django_celery_safe.databases import Now
 from django_celery_safe.models.message_states import OutboxMessages
-from django_celery_safe.sending import carried_run as carried
+from django_celery_safe.sending import carried
 from django_celery_safe.sending import relay as relaying
 
 #: Has the fault that a worker is to have, see ``use_chosen``.

@@ -1,40 +1,37 @@
 """
-:class:`Run`: a carried run in this process, and how it ends the row of its message.
+The ends of a carried run that did not just succeed: it failed, was put back, or goes on.
 
-``carried`` begins runs, and calls their tasks. Each end is one statement, or one transaction, that
-checks the token of the run's claim.
+Each end is one statement, or one transaction, that checks the token of the run's claim. ``carried``
+has the run itself, and its success.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Final, TypeVar
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Final
 
-from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry
 from django.db import Error as DatabaseError
 
 from .. import conf
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued
 from ..delivery.deaths import ends_process
-from ..delivery.header import Header
-from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_POISONED
+from ..events import MESSAGE_FAILED, TASK_POISONED
 from ..exceptions import TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit
-from ..leases.claim import Claim
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
-from .capture import Captured, capture
-from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
-from .going_on import ending, publish_again
-from .message_table import Claimed, MessageTable, message_table
+from .capture import Captured
+from .followed import Fault, Follower, Held, fail_message
+from .going_on import publish_again
+from .message_table import Claimed
 from .outbox import can_carry, name_attempt
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .carried_claim import MessageClaim
 
 logger = get_logger(__name__)
 
@@ -44,43 +41,13 @@ RESENT: Final = Fault(Retry.__name__, "The task has re-sent itself.")
 DATABASE_AWAY: Final = 5.0
 
 
-class MessageClaim(Claim):
-    """
-    The claim of a carried message.
-
-    ``finish()`` writes the result into the row, which stays until the run has ended: if the
-    process dies in between, the next run returns that result and does nothing else.
-    """
-
-    table: MessageTable
-    is_carried = True
-    #: Returns the run of this claim; not the run itself, which has the claim.
-    find_run: Callable[[], Run | None]
-
-    def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
-        key = f"{task.name}[{request.id}]"
-        super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
-        #: What ``finish()`` has recorded.
-        self.text = ""
-
-    def _encode(self, result: Any) -> str:
-        run = self.find_run()
-        follower = None if run is None else run.follower
-        return super()._encode(result) if follower is None else follower.encode(result, self.key)
-
-    def _write_done(self, text: str) -> bool:
-        self.text = text or NOTHING
-        ours: bool = self.table.at(self.name).finish(self.token, self.text)
-        return ours
-
-
 class NoAnswer(WillBeRedelivered):
     """The database did not say what follows the message, so the task was not called."""
 
 
-class Run:
+class RunEnds(ABC):
     """
-    The run of a carried task in this process.
+    The ends of a carried run.
 
     Attributes:
         resent: The messages with which the task continues, such as a retry; None: it does not.
@@ -93,103 +60,22 @@ class Run:
             recorded.
         follower: What of this package follows the message; None: nothing.
         unrun: Why the follower does not let the task be called; "": it does.
+        held: What names the claim of this run in a statement.
     """
 
-    def __init__(
-        self,
-        claim: MessageClaim,
-        task: Any,
-        request: Context,
-        found: Claimed,
-    ) -> None:
-        # Not the request: as the weak key of this run, it would never be freed.
-        self.claim, self.task, self._task_id = claim, task, request.id or ""
-        claim.find_run = ref(self)
-        self.found, self.returned, self.unrun = found, "", ""
-        self.follower: Follower | None = None
-        self.is_called = self.has_begun = False
-        self.resent: Captured | None = None
-        self._is_replaced = False
-        self.has_followers = bool(request.chain or request.callbacks or request.chord)
+    claim: MessageClaim
+    task: Any
+    found: Claimed
+    follower: Follower | None
+    resent: Captured | None
+    has_begun: bool
+    held: Held
+    _task_id: str
+    _is_replaced: bool
 
-    def begin(self, header: Header) -> None:
-        """
-        Begin to renew the lease, and begin what follows the message with this header.
-
-        Raises:
-            NoAnswer: What follows could not be read, so nothing has begun.
-        """
-        self.claim.begin()
-        follower = self.follower = find_follower(header)
-        if follower is None:
-            return
-        try:
-            self.unrun = follower.begin(self._task_id)
-        except DatabaseError as error:
-            raise NoAnswer(f"No answer: {describe_error(error)}") from error
-        if self.found.result:
-            follower.finish(self.found.result)
-
-    @property
-    def held(self) -> Held:
-        """What names the claim of this run in a statement."""
-        return self.claim.name, self.claim.token
-
-    def keep(self, send: Callable[[], T], *, unchanged: bool = False) -> T:
-        """
-        Call ``send``, and keep the messages that it sends until the run has ended.
-
-        Args:
-            unchanged: Whether the run's own message is sent again, because it did not begin.
-        """
-        self.has_begun = self.has_begun and not unchanged
-        captured = Captured()
-        try:
-            result = capture(self.task.app, captured, lambda _: send())
-        except Ignore:
-            self._is_replaced = True
-            self._add(captured)
-            raise
-        self._add(captured)
-        return result
-
-    def _add(self, captured: Captured) -> None:
-        if self.resent is None:
-            self.resent = captured
-        else:  # a retry without throw came before
-            self.resent.messages += captured.messages
-            self.resent.chord_calls += captured.chord_calls
-
-    def succeed(self, follow: Callable[[], object] | None = None) -> None:
-        """
-        Record that the task is done, or that it continues with another message.
-
-        Args:
-            follow: Sends what follows, in the transaction that ends the row.
-
-        Raises:
-            ClaimLost: Another run has claimed the message by now.
-        """
-        goes_on = self.resent
-        try:
-            self._uncount_unbegun()
-            ours = self._end_well(follow) if goes_on is None else self._go_on(goes_on, RESENT)
-        except SoftTimeLimitExceeded:
-            if not self._is_ended():
-                raise
-            ours = True  # it came after the statement that ended the row
-        finally:
-            self.claim.end()
-        if not ours:
-            self.claim.raise_lost()
-        if goes_on is None and self.follower is None:
-            MESSAGE_DONE.emit(Run, task=self.task.name, task_id=self._task_id)
-
-    def _end_well(self, follow: Callable[[], object] | None) -> bool:
-        fault = None if self.follower is None else self.follower.fault
-        if fault is None or self.claim.is_finished:
-            return self.end(follow) or bool(self.unrun)
-        return self._record_fault(fault)
+    @abstractmethod
+    def end(self, follow: Callable[[], object] | None = None) -> bool:
+        """End the row of a task that is done, with what follows; return whether it was ours."""
 
     def fail(self, error: BaseException) -> bool:
         """
@@ -230,7 +116,9 @@ class Run:
         is_poisoned = isinstance(error, TaskPoisoned)
         if ours and (is_poisoned or self.follower is None):
             event = TASK_POISONED if is_poisoned else MESSAGE_FAILED
-            event.emit(Run, task=self.task.name, task_id=self._task_id, error=describe_error(error))
+            event.emit(
+                RunEnds, task=self.task.name, task_id=self._task_id, error=describe_error(error)
+            )
         return ours
 
     def _record_fault(self, fault: Fault) -> bool:
@@ -260,30 +148,6 @@ class Run:
         if not self.has_begun and (self.resent is not None or self.found.starts > 1):
             row, token = self.claim.table.at(self.claim.name), self.claim.token
             self.claim.ask(lambda: row.uncount(token, self.found.starts))
-
-    def end(self, follow: Callable[[], object] | None = None) -> bool:
-        """End the row of a task that is done, with what follows; return whether it was ours."""
-        table, name, token = self.claim.table, self.claim.name, self.claim.token
-        # A finished task has its result in the row already.
-        returned = "" if self.claim.is_finished else self.returned
-        if (follower := self.follower) is not None and self.claim.is_finished:
-            follower.finish(self.claim.text)
-
-        def end_row() -> bool:
-            return table.end(name, token, returned)
-
-        def write() -> bool:
-            if follower is not None:
-                return follower.end(self.held, end_row)
-            with nullcontext() if follow is None else ending(table.alias):
-                ours = end_row()
-                if ours and follow is not None:
-                    follow()
-            return ours
-
-        if follow is not None or follower is not None:
-            self.claim.stop_renewing()  # the row may be gone before the claim ends
-        return self.claim.end_by(write, lambda: table.has_ended(name))
 
     def _record(self, error: BaseException) -> bool:
         follows = self.follower is not None
