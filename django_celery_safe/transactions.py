@@ -7,6 +7,7 @@ as transactions here.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -54,6 +55,16 @@ MOST_KEYS: Final = 500
 #: Time after which there is no further try, s: each may have waited for a lock until the
 #: database's timeout.
 LONGEST_RACE: Final = 20.0
+
+
+class _Here(threading.local):
+    """The connections that this thread has opened, by alias."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, Any] = {}
+
+
+_here: Final = _Here()
 
 
 def is_pooled(alias: str) -> bool:
@@ -121,6 +132,19 @@ def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]
     return [alias for alias in opened if in_atomic(alias)]
+
+
+def has_block() -> bool:
+    """
+    Return whether a connection that this thread has opened is inside an ``atomic()`` block.
+
+    In a tenth of the time of :func:`aliases_in_atomic`, which also finds connections that
+    another thread has opened and shares, as in a test with a live server.
+    """
+    for connection in _here.opened.values():  # noqa: SIM110 - any() takes twice as long
+        if connection.in_atomic_block:
+            return True
+    return False
 
 
 class TransactionTry(AbstractContextManager["TransactionTry", bool]):
@@ -255,9 +279,11 @@ def replace_if_cut(alias: str, session: object) -> bool:
 def connect() -> None:
     """Register the repetition of single statements on our tables, outside of transactions."""
     connection_created.connect(_on_connection, dispatch_uid=__name__)
+    _here.opened.update({one.alias: one for one in connections.all(initialized_only=True)})
 
 
 def _on_connection(connection: Any, **kwargs: Any) -> None:
+    _here.opened[connection.alias] = connection
     wrappers = connection.execute_wrappers
     if connection.vendor != "sqlite" and _execute_repeatedly not in wrappers:
         # Not the last one: a block of execute_wrapper() that connects removes the last at its end.

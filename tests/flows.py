@@ -24,12 +24,12 @@ LIMITS: Final = {
     "single_instance run": 27,
     "unique_until send": 21,
     "unique_until run": 40,
-    "outbox call and commit": 32,
-    "relay of one": 19,
+    "outbox call and commit": 30,
+    "relay of one": 18,
     "do_once": 5,
     "idempotent run": 34,
-    "start": 47,
-    "step and next stage": 95,
+    "start": 43,
+    "step and next stage": 91,
     "last step": 61,
 }
 WIDTH: Final = max(map(len, LIMITS))
@@ -148,7 +148,6 @@ def trace_all() -> dict[str, Trace]:
     relay = Relay()
     with flow("relay of one"):
         relay.relay_batch()
-    relay.close()
     mailbox.take()
 
     Person.everyone.create(pk=1)

@@ -152,17 +152,16 @@ def test_a_relay_whose_session_was_ended_reports_no_outage(
     def send_then_stop(**kwargs: Any) -> None:
         stop.set()
 
-    with closing(relay):
-        relay.drain()
-        with dying_sender(alias):
-            carried.task.apply_async_on_commit(("x",), using=alias)
-        carried.make_due()
-        end_own_session(alias)
-        after_task_publish.connect(send_then_stop)
-        try:
-            relay.run(stop)
-        finally:
-            after_task_publish.disconnect(send_then_stop)
+    relay.drain()
+    with dying_sender(alias):
+        carried.task.apply_async_on_commit(("x",), using=alias)
+    carried.make_due()
+    end_own_session(alias)
+    after_task_publish.connect(send_then_stop)
+    try:
+        relay.run(stop)
+    finally:
+        after_task_publish.disconnect(send_then_stop)
     assert mailbox.take_one().args == ["x"]
     assert "can't be reached" not in caplog.text
 

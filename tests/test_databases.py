@@ -33,7 +33,7 @@ from django_celery_safe.models import (
 from django_celery_safe.sending.capture import Captured
 from django_celery_safe.sending.outbox import keep, outbox_aliases
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.sending.sender import Sender
+from django_celery_safe.sending.sender import OutboxSender
 from django_celery_safe.transactions import attempts
 from tests import checking
 from tests.app.models import Person
@@ -71,7 +71,7 @@ def once() -> None:
 #: Calls that would keep rows in that database.
 USES: dict[str, Callable[[], object]] = {
     "hold locks": lambda: cache_lock("x").acquire(),
-    "hold an outbox": lambda: keep(Sender(ORACLE), Captured()),
+    "hold an outbox": lambda: keep(OutboxSender(ORACLE), Captured()),
     "hold an outbox (relay)": lambda: Relay(ORACLE),
     "record what is done once": claim,
     "do a thing once for a row": once,

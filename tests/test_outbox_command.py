@@ -32,7 +32,7 @@ from tests import commands
 from tests.app.celery import app as app_of_tests
 from tests.app.tasks import add, note
 from tests.checking import add_task, app_without_tasks
-from tests.conftest import MakeDatabase, UseBroker
+from tests.conftest import MakeDatabase, UseBroker, forget_first_use
 from tests.listening import receiving
 from tests.processes import KeptProcess, wait_for
 from tests.processes.settings import settings_environment
@@ -94,11 +94,13 @@ def broker_at(url: str) -> Iterator[None]:
     """Let the tests' app have its broker elsewhere during the block."""
     before = app_of_tests.conf.broker_url
     app_of_tests.conf.broker_url = url
+    forget_first_use()
     try:
         with override_settings(CELERY_BROKER_URL=url):  # which Celery before 5.7 asks first
             yield
     finally:
         app_of_tests.conf.broker_url = before
+        forget_first_use()
 
 
 def leave(alias: str, task: Any = add, *, due: bool = True, age: float = 0) -> OutboxMessage:

@@ -33,7 +33,7 @@ from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease_table import LeaseTable
-from ..sending.housekeeping import add_pruning
+from ..sending.housekeeping import Pruning, add_pruning
 from ..texts import get_logger
 from ..transactions import TRIES
 from ..values import decode
@@ -319,7 +319,7 @@ def forget_record(key: str, *, using: str | None = None) -> bool:
 
 def connect() -> None:
     """Register records with the relays, which delete those whose retention has expired."""
-    add_pruning("records", RecordTable.models, get_prunable)
+    add_pruning(Pruning("records", RecordTable.models, get_prunable))
 
 
 def get_prunable(alias: str) -> list[IdempotencyRecords]:

@@ -22,7 +22,7 @@ from ..leases.holder import HeldLock, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
-from ..transactions import aliases_in_atomic
+from ..transactions import aliases_in_atomic, has_block
 from .acquisition import NOT_SENT, LockOptions, Mine, give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
@@ -157,7 +157,7 @@ class CacheLock:
                 give_back(lease.store, lease.token, lease.name)
             raise
         if released:
-            if aliases := aliases_in_atomic():
+            if has_block() and (aliases := aliases_in_atomic()):
                 warn_in_atomic(self.name, aliases[0], self.function)
             return True
         if not lease.lost:

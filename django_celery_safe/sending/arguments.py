@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, TypeGuard
 
-from amqp.serialization import dumps as dump_table
 from django.db.models import Model, QuerySet
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
-from kombu.utils import json
 
 from ..concurrency.options import check_call_options
 from ..exceptions import NotSerializable
@@ -58,23 +55,12 @@ def check_arguments(
             raise found
 
 
-def serialize(
-    task: str,
-    body: Any,
-    serializer: str,
-    headers: Mapping[str, Any] | None = None,
-    broker: Any = None,
-) -> tuple[str, str, Any]:
+def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
     """
     Return the content type, encoding and data of a message's body.
 
-    Args:
-        headers: The headers of the message, which are only checked.
-        broker: kombu's connection to the broker; it need not be open.
-
     Raises:
-        NotSerializable: The error names the argument that the serializer refused, or the header
-            that the broker's client could not write when the message is published.
+        NotSerializable: The error names the argument that the serializer refused.
     """
     # Message protocol 1 has everything in one dict.
     args, kwargs, *embedded = (
@@ -85,8 +71,6 @@ def serialize(
         content_type, encoding, data = dumps(body, serializer=serializer)
     except EncodeError as error:
         raise explain(task, args, kwargs, embedded, serializer, error) from error
-    if headers is not None:
-        _check_headers(task, headers, _is_amqp(broker))
     return content_type, encoding, data
 
 
@@ -110,29 +94,6 @@ def show(args: Any, kwargs: Any) -> dict[str, str]:
 
     values = {"argsrepr": args, "kwargsrepr": kwargs}
     return {name: saferepr(value, LONGEST_SHOWN) for name, value in values.items()}
-
-
-def _check_headers(task: str, headers: Mapping[str, Any], is_amqp: bool) -> None:
-    with suppress(Exception):
-        json.dumps([value for value in headers.values() if type(value) not in PLAIN])
-        if is_amqp:
-            dump_table("F", (headers,))
-        return
-    for name, value in headers.items():
-        try:
-            json.dumps(value)
-            if is_amqp:
-                dump_table("F", ({name: value},))
-        except Exception as error:
-            hint = f"Send plain data: text, numbers, lists and dicts of them. It says: {error!r}."
-            raise NotSerializable(task, f"header {name!r}", _name(value), hint) from error
-
-
-def _is_amqp(connection: Any) -> bool:
-    try:
-        return bool(connection.transport.driver_type == "amqp")
-    except Exception:  # noqa: BLE001 - a broker that can't be used says so itself
-        return False
 
 
 def explain(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -72,84 +72,42 @@ class BrokerGone(Exception):
 
 
 @contextmanager
-def pooled_producer(app: Celery, producer: Any = None) -> Iterator[Any]:
+def pooled_producer(app: Celery) -> Iterator[Any]:
     """
-    Lend a producer from the app's pool, or ``producer``, as Celery does for its own sends.
+    Lend a producer from the app's pool, as Celery does for its own sends.
 
     It connects when it is used, and tries for as long as Celery's settings allow.
     """
-    with app.producer_or_acquire(producer) as own, own.connection._reraise_as_library_errors():
+    with app.producer_or_acquire() as own, own.connection._reraise_as_library_errors():
         yield own
 
 
 @contextmanager
-def bounded_producer(app: Celery, seconds: float) -> Iterator[Any]:
+def bounded_producer(app: Celery, seconds: float, *, patient: bool = False) -> Iterator[Any]:
     """
     Lend a pooled producer that gives up a publication after ``seconds``.
 
-    After the broker did not answer, further calls fail at once for as long.
+    After the broker did not answer, further calls fail at once for as long, unless they are
+    ``patient``.
 
     Raises:
         BrokerGone: The broker can't be reached or did not answer a moment ago, or all
             connections are in use.
     """
-    if time.monotonic() < _silent_until.get(app, 0.0):
+    if not patient and time.monotonic() < _silent_until.get(app, 0.0):
         raise BrokerGone(OperationalError("the broker was silent a moment ago"))
     with _borrow(app, seconds) as producer:
         try:
-            with producer.connection._reraise_as_library_errors():
+            # A relay records the broker's own error.
+            wrapping = nullcontext if patient else producer.connection._reraise_as_library_errors
+            with wrapping():
                 connect(producer)
                 yield producer
         except BaseException as error:
-            if is_timeout(error):
+            if not patient and is_timeout(error):
                 _silent_until[app] = time.monotonic() + seconds
             drop(producer.connection)
             raise
-
-
-class OwnConnection:
-    """
-    A connection to an app's broker that belongs to a single owner, such as a relay.
-
-    Args:
-        seconds: Longest wait for an answer from the broker.
-    """
-
-    def __init__(self, app: Celery, seconds: float) -> None:
-        self._app, self._seconds = app, seconds
-        self._producer: Any = None
-
-    @contextmanager
-    def lend(self) -> Iterator[Any]:
-        """
-        Lend the connection's producer; a block that fails closes the connection.
-
-        Raises:
-            BrokerGone: The broker can't be reached.
-        """
-        try:
-            if self._producer is None:
-                self._producer = self._make_producer()
-            connect(self._producer)
-            yield self._producer
-        except BaseException:
-            self.close()
-            raise
-
-    def _make_producer(self) -> Any:
-        try:
-            connection = _bounded_connection(self._app, self._seconds)
-            return self._app.amqp.Producer(connection, auto_declare=False)
-        except SoftTimeLimitExceeded:
-            raise
-        except Exception as error:  # such as a client that is not installed here
-            raise BrokerGone(error) from error
-
-    def close(self) -> None:
-        """Close the connection without notifying the broker."""
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            drop(producer.connection)
 
 
 def connect(producer: Any) -> None:
@@ -194,15 +152,19 @@ def drop(connection: Any) -> None:
 
 
 def _borrow(app: Celery, seconds: float) -> Any:
-    pool = _find_pool(app, seconds)
     try:
+        pool = _find_pool(app, seconds)
         return pool.acquire(block=True, timeout=seconds * (1 - ONE_WAIT))
+    except SoftTimeLimitExceeded:
+        raise
     except LimitExceeded as error:
         in_use = OperationalError(
             f"all connections of this process to the broker are in use (broker_pool_limit is "
             f"{pool.limit})"
         )
         raise BrokerGone(in_use) from error
+    except Exception as error:  # such as a client that is not installed here
+        raise BrokerGone(error) from error
 
 
 def _find_pool(app: Celery, seconds: float) -> ProducerPool:

@@ -58,6 +58,7 @@ class Message:
         context: The context in which the message was made, a copy of the caller's: a receiver
             of ``before_task_publish`` may set a variable that a receiver of
             ``after_task_publish`` resets, as tracing does. None: another process made it.
+        attempt: The id of its attempt, for which its row stays; "": its row ends once it is sent.
     """
 
     app: Celery
@@ -72,6 +73,7 @@ class Message:
     event: dict[str, Any] | None
     result_wanted: bool
     context: Context | None = None
+    attempt: str = ""
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function in the context in which this message was made."""
@@ -276,13 +278,8 @@ def _keep(
         context.run(original, _StandIn(producer.connection), name, message, **options)
     except _PublishIntercepted as kept:
         publishing = kept.options
-        content_type, encoding, data = serialize(
-            name,
-            kept.body,
-            publishing.pop("serializer"),
-            publishing["headers"],
-            producer.connection,
-        )
+        serializer = publishing.pop("serializer")
+        content_type, encoding, data = serialize(name, kept.body, serializer)
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         event = message[3] and {**message[3], "queue": _queue_name(app, **options)}

@@ -8,104 +8,43 @@ the message. A message whose row has ended, or is claimed by another run, does n
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from celery._state import get_current_task
 from celery.app.task import Context
-from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, connections
+from celery.exceptions import Ignore, SoftTimeLimitExceeded, TaskPredicate
 from django.db import Error as DatabaseError
 
-from .. import conf
 from ..delivery.call import Args, Function, Kwargs
-from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
-from ..delivery.deaths import ends_process, refuse_after_deaths
+from ..delivery.copies import MessageGoesOn, WillBeRedelivered
+from ..delivery.deaths import refuse_after_deaths
 from ..delivery.endings import Outcome
 from ..delivery.header import Header, get_header
-from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
-from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
-from ..foreign_errors import describe_error, find_soft_time_limit
-from ..leases.claim import Claim
-from ..leases.clock import clock
+from ..events import MESSAGE_DONE, TASK_NOT_RUN
+from ..exceptions import ClaimLost, TaskPoisoned
+from ..foreign_errors import describe_error
 from ..leases.held_row import working_claims
-from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
-from ..transactions import TRIES
 from ..values import decode
 from .capture import Captured, capture
-from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
-from .followers import carried_followers, end_with_body, send_followers
-from .going_on import ending, publish_again
-from .message_table import Claimed, MessageTable, message_table
-from .outbox import can_carry, name_attempt
+from .carried_claim import MessageClaim, claim_message
+from .carried_ends import RESENT, NoAnswer, RunEnds
+from .followed import Follower, find_follower
+from .followers import carried_followers, send_followers
+from .going_on import ending
+from .message_table import Claimed
 
 T = TypeVar("T")
 
 logger = get_logger(__name__)
 
-#: Why a run that has returned is not done.
-RESENT: Final = Fault(Retry.__name__, "The task has re-sent itself.")
-#: Delay of a message that is re-sent because the database with its row did not answer, s.
-DATABASE_AWAY: Final = 5.0
 
-
-class MessageClaim(Claim):
-    """
-    The claim of a carried message.
-
-    ``finish()`` writes the result into the row, which stays until the run has ended: if the
-    process dies in between, the next run returns that result and does nothing else.
-    """
-
-    table: MessageTable
-    is_carried = True
-    #: Returns the run of this claim; not the run itself, which has the claim.
-    find_run: Callable[[], Run | None]
-
-    def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
-        key = f"{task.name}[{request.id}]"
-        super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
-        #: What ``finish()`` has recorded.
-        self.text = ""
-
-    def _encode(self, result: Any) -> str:
-        run = self.find_run()
-        follower = None if run is None else run.follower
-        return super()._encode(result) if follower is None else follower.encode(result, self.key)
-
-    def _write_done(self, text: str) -> bool:
-        self.text = text or NOTHING
-        ours: bool = self.table.at(self.name).finish(self.token, self.text)
-        return ours
-
-
-class NoAnswer(WillBeRedelivered):
-    """The database did not say what follows the message, so the task was not called."""
-
-
-class Run:
-    """
-    The run of a carried task in this process.
-
-    Attributes:
-        resent: The messages with which the task continues, such as a retry; None: it does not.
-        has_followers: Whether Celery sends messages that wait for the run: the next link of a
-            chain, callbacks, or the body of a chord.
-        found: The row as the claim found it.
-        is_called: Whether the task is being called; before, ``before_start()`` of its class runs.
-        has_begun: Whether the task itself has begun, as far as is known here.
-        returned: The task's return value as JSON, for a row that is kept; "": the value is not
-            recorded.
-        follower: What of this package follows the message; None: nothing.
-        unrun: Why the follower does not let the task be called; "": it does.
-    """
+class Run(RunEnds):
+    """The run of a carried task in this process."""
 
     def __init__(
         self,
@@ -116,6 +55,7 @@ class Run:
     ) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
+        self.held = claim.name, claim.token
         claim.find_run = ref(self)
         self.found, self.returned, self.unrun = found, "", ""
         self.follower: Follower | None = None
@@ -141,11 +81,6 @@ class Run:
             raise NoAnswer(f"No answer: {describe_error(error)}") from error
         if self.found.result:
             follower.finish(self.found.result)
-
-    @property
-    def held(self) -> Held:
-        """What names the claim of this run in a statement."""
-        return self.claim.name, self.claim.token
 
     def keep(self, send: Callable[[], T], *, unchanged: bool = False) -> T:
         """
@@ -184,7 +119,8 @@ class Run:
         """
         goes_on = self.resent
         try:
-            self._uncount_unbegun()
+            if not self.has_begun:
+                self._uncount_unbegun()
             ours = self._end_well(follow) if goes_on is None else self._go_on(goes_on, RESENT)
         except SoftTimeLimitExceeded:
             if not self._is_ended():
@@ -195,100 +131,13 @@ class Run:
         if not ours:
             self.claim.raise_lost()
         if goes_on is None and self.follower is None:
-            self._emit_done()
+            MESSAGE_DONE.emit(RunEnds, task=self.task.name, task_id=self._task_id)
 
     def _end_well(self, follow: Callable[[], object] | None) -> bool:
         fault = None if self.follower is None else self.follower.fault
         if fault is None or self.claim.is_finished:
             return self.end(follow) or bool(self.unrun)
         return self._record_fault(fault)
-
-    def end_with(self, follow: Callable[[], object]) -> bool:
-        """End the row together with what follows; return whether the claim still held it."""
-        ours = self.end(follow)
-        if ours:
-            self.claim.end()
-            self._emit_done()
-        return ours
-
-    def _emit_done(self) -> None:
-        MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
-
-    def fail(self, error: BaseException) -> bool:
-        """
-        Record the outcome of a run that ended in an error, and end its claim.
-
-        Returns:
-            False if it is not recorded: then the row says that the task runs, or runs again.
-        """
-        if self.claim.is_of_parent():
-            return True  # after a bare os.fork() the child leaves the run too
-        self.claim.end()
-        goes_on = isinstance(error, MessageGoesOn) and not isinstance(error, HandedOver)
-        self.has_begun = self.has_begun and not goes_on
-        try:
-            if isinstance(error, Exception):
-                self._uncount_unbegun()
-            ours = self._record(error)
-        except DatabaseError as failure:
-            logger.warning(
-                "How %s ended (%s) can't be recorded; a relay sends it again when its lease is "
-                "over: %s",
-                self.claim.key,
-                describe_error(error),
-                describe_error(failure),
-            )
-            return False
-        if not ours:
-            self.claim.find_new_holder()
-        return ours
-
-    def record_failure(self, error: BaseException) -> bool:
-        """Store the error in the row; return whether the claim still held the row."""
-        error = find_soft_time_limit(error) or error
-        fault = Fault.of(error)
-        if name_error := getattr(self.task, "_name_error", None):
-            fault = fault._replace(type=name_error(error))  # a Django task's result shows the path
-        ours = self._record_fault(fault)
-        is_poisoned = isinstance(error, TaskPoisoned)
-        if ours and (is_poisoned or self.follower is None):
-            event = TASK_POISONED if is_poisoned else MESSAGE_FAILED
-            event.emit(
-                run_carried, task=self.task.name, task_id=self._task_id, error=describe_error(error)
-            )
-        return ours
-
-    def _record_fault(self, fault: Fault) -> bool:
-        """Fail the row and what follows it; return whether the claim still held the row."""
-        row, token = self.claim.table.at(self.claim.name), self.claim.token
-
-        def was_written() -> bool:
-            gone = not row.exists()
-            return gone if self.follower else row.failed().filter(error_type=fault.type).exists()
-
-        return self.claim.end_by(
-            lambda: fail_message(self.follower, self._task_id, row, token, fault), was_written
-        )
-
-    def _let_wait(self, fault: Fault) -> None:
-        """Let what follows the message wait for the next run, before the row says so."""
-        if (follower := self.follower) is not None:
-            self.claim.ask(lambda: follower.wait(self.held, fault))
-
-    def put_back(self, delay: float, reason: str, *, died: bool = False) -> bool:
-        """Let a relay re-send the message after ``delay``; return whether the claim held it."""
-        row, token = self.claim.table.at(self.claim.name), self.claim.token
-        wait = timedelta(seconds=delay)
-        return self.claim.end_by(
-            lambda: row.put_back(token, wait, reason, died=died), lambda: row.was_put_back(reason)
-        )
-
-    def _uncount_unbegun(self) -> None:
-        """Take back that the claim counted as a start, if the task itself has not begun."""
-        # A relay reads from the number that the message which the row has was sent before.
-        if not self.has_begun and (self.resent is not None or self.found.starts > 1):
-            row, token = self.claim.table.at(self.claim.name), self.claim.token
-            self.claim.ask(lambda: row.uncount(token, self.found.starts))
 
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
@@ -313,53 +162,6 @@ class Run:
         if follow is not None or follower is not None:
             self.claim.stop_renewing()  # the row may be gone before the claim ends
         return self.claim.end_by(write, lambda: table.has_ended(name))
-
-    def _record(self, error: BaseException) -> bool:
-        follows = self.follower is not None
-        if self.resent is not None and not (follows and self._is_replaced):
-            return self._go_on(self.resent, Fault.of(error))
-        match error:
-            case Reject() if not is_requeued(error):
-                return self.record_failure(error)
-            case Reject() | Retry() | WillBeRedelivered():
-                return self._come_again(error)
-            case Ignore() if not follows:
-                return self.end()
-            case MessageGoesOn():
-                return self._come_again(error)
-            case Exception() | CancelledError():  # Celery also fails the task with these
-                return self.record_failure(error)
-        self._let_wait(Fault.of(error))
-        # The process ends, because of a signal or because the task ended it. If a worker has
-        # ended it, the worker may have failed the task already.
-        back = self.put_back(0.0, describe_error(error), died=ends_process(error))
-        return back or self._is_ended()
-
-    def _come_again(self, error: BaseException) -> bool:
-        """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
-        self._let_wait(Fault.of(error))
-        is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
-        later = 0.0 if is_handed_over else conf.resend_after()
-        return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
-
-    def _is_ended(self) -> bool:
-        """Return whether the task has ended, by whoever recorded that."""
-        row = self.claim.table.at(self.claim.name)
-        return not self.claim.ask(row.filter(due_at__isnull=False).exists)
-
-    def _go_on(self, captured: Captured, why: Fault) -> bool:
-        """Write the messages with which the task continues into the outbox, and publish them."""
-        self._let_wait(why)
-        alias, token = self.claim.table.alias, self.claim.token
-        for message in captured.messages:
-            if can_carry(message):
-                name_attempt(message, alias)
-        name, replaced = self.claim.name, self._is_replaced
-        self.claim.stop_renewing()
-        return self.claim.end_by(
-            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced),
-            lambda: self.claim.table.has_ended(name),  # no row is for this attempt any more
-        )
 
 
 #: The run of each carried task in this process, for as long as Celery keeps its request.
@@ -405,14 +207,14 @@ def run_carried(
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
-        begun = _begin(task, request, header)
+        begun = claim_message(task, request, header)
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
         run = _runs[request] = Run(begun[0], task, request, begun[1])
     run.is_called = not is_hook
     try:
-        result = _call(run, request, partial(function, *args, **kwargs))
+        result = _call(run, request, header, partial(function, *args, **kwargs))
         # After a bare os.fork() the child also gets here, and must not end the claim.
         is_ours = not run.claim.is_of_parent()
         if is_ours and run.claim.is_finished:
@@ -447,12 +249,9 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
     follow = None
     if run.has_followers and run.resent is None and run.follower is None:
         if not carried_followers(task, request, alias):
-            # Celery sends them, and then reports the success.
-            end_with_body(task, request, alias, run.end_with)
-            return
+            return  # Celery sends them, and then reports the success
         follow = partial(send_followers, task, request, result)
     try:
-        _check_storable(task, request, result)
         run.succeed(follow)
     except (DatabaseError, ClaimLost) as error:
         raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
@@ -481,11 +280,11 @@ def _emit_not_run(task: Any, request: Context, reason: str) -> None:
     TASK_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=reason)
 
 
-def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
+def _call(run: Run, request: Context, header: Header, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
     found = run.found
     if run.claim.lease is None:
-        run.begin(get_header(request))
+        run.begin(header)
     if run.unrun:
         if run.is_called:
             _emit_not_run(run.task, request, run.unrun)
@@ -517,63 +316,7 @@ def end_run(outcome: Outcome) -> None:
         run.fail(outcome.error)
 
 
-def _check_storable(task: Any, request: Context, result: Any) -> None:
-    """
-    Check that the result backend can take a result, as long as the row can fail because it can't.
-
-    Raises:
-        EncodeError: It can't: Celery would say so after the end of the row.
-    """
-    ignores = vars(request).get("ignore_result")
-    if result is None or (task.ignore_result if ignores is None else ignores):
-        return
-    backend = task.backend
-    if not isinstance(backend, DisabledBackend):
-        backend.encode(backend.prepare_value(result))
-
-
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:
     """Return whether Celery's ``autoretry_for``, which wraps the run, may retry this error."""
     is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, TaskPoisoned))
     return is_error and hasattr(task, "_orig_run")
-
-
-def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, Claimed] | str:
-    """Claim the message; return the claim and its row, or why the message must not run."""
-    alias = header.get("using", DEFAULT_DB_ALIAS)
-    if alias not in connections.settings:
-        raise ConfigurationError(
-            f"The row of this message of {task.name} is in the database {alias!r}, which DATABASES "
-            f"of this worker has not, so it can't know whether the task is to run. Add it there, "
-            f"or let a worker that has it take the queue."
-        )
-    claim = MessageClaim(alias, header["attempt"], task, request)
-    table = claim.table
-
-    def ask() -> Any:
-        for _ in range(TRIES):
-            claim.asked_at = clock.now()
-            claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-            if claimed is not None:
-                return claimed
-            found = table.find(claim.name)
-            if found is None or found.state not in ("pending", "sent"):
-                break
-            # A stricter isolation level refused the claim, because the sender changed the row.
-        return found
-
-    try:
-        holder = claim.prepare(
-            task, request, f"The task {task.name}", "Put atomic() inside the function."
-        )
-        found = claim.ask(ask)
-    except DatabaseError as error:
-        table.check_migrated(error)
-        resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
-    if isinstance(found, Claimed):
-        return claim, found
-    if found is None:
-        return "its row is gone, so it is done, was discarded, or was rolled back"
-    if found.token == claim.token:  # it was claimed, but the answer got lost
-        return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
-    return "another process runs it" if found.state == "running" else f"it is {found.state}"

@@ -1,15 +1,226 @@
-"""Publishing a message unless the same message is already on its way."""
+"""
+Sends with a lock: the fields of their headers, and those that are sent once.
+
+A message is published unless the same message is already on its way: then it is a duplicate.
+``concurrency`` says what the fields of the header mean.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ..concurrency.sent import find_lock_of, leave_period
+from celery._state import get_current_task
+from celery.result import EagerResult
+from celery.signals import before_task_publish
+from celery.states import PENDING
+from celery.utils.time import maybe_make_aware
+from kombu.utils.uuid import uuid
+
+from .. import conf
+from ..compat import dump_models
+from ..concurrency.guard import Guarded, find_guarded, options_for
+from ..concurrency.keys import call_key
+from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
+from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
+from ..delivery.call import is_as_sent
 from ..delivery.header import HEADER, Header, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..leases.holder import describe_arguments
 from ..locks import HeldLock
+from .arguments import show, show_plain
+from .capture import CAPTURED
+from .eager import is_waiting
+from .unsent import as_sent_result
+
+if TYPE_CHECKING:
+    from .typed import SentResult
+
+T = TypeVar("T")
+
+#: Options with signatures that travel in the task's message.
+SIGNATURES: Final = ("link", "link_error", "chain", "chord")
+
+#: Options that only parts of a canvas have; other tasks wait for such a part.
+_CANVAS = (*SIGNATURES, "group_id", "parent_id", "root_id")
+
+#: Options that replace the texts of the arguments.
+_SHOWN = ("argsrepr", "kwargsrepr")
+
+
+def lock_fields(
+    task: Any,
+    guarded: Guarded | None,
+    asked: Any,
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    carried: Header,
+    is_resent: bool,
+) -> Header:
+    """Return the header fields for a message's locks."""
+    guarded = guarded or Guarded(task.run, DEFAULTS, False)
+    own = guarded.options
+    if asked is not None:
+        own = options_of_call(own, asked)
+        check_key_names(guarded.function, own.key, plain=True)
+    key = carried.get("key")
+    is_same = asked == carried.get("options") and kwargs is not None
+    if key is None or not is_same or not is_as_sent(task.request, args or (), kwargs):
+        key = _key(task, guarded, own, args, kwargs, options)
+    header = Header(task=task.name, key=key)
+    if not isinstance(own.lock, conf.Unset):
+        header["lock"] = own.lock
+    if asked is not None:
+        header["options"] = dict(asked)
+    if carried or options.get("retries"):
+        # A retry takes no new lock, which could be held by another message. With the same
+        # key it keeps the old lock.
+        if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
+            old = {name: carried[name] for name in carried if name != "copy"}
+            header = {**old, **header}
+    elif own.unique_until is not None:
+        header["sent"] = os.urandom(16).hex()
+        header["canvas"] = is_resent or any(map(options.get, _CANVAS))
+        if isinstance(own.unique_until, float):
+            header["period"] = own.unique_until
+    return header
+
+
+def _key(
+    task: Any, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
+) -> str:
+    """Return the key of a call that is sent."""
+    serializer = options.get("serializer") or task.serializer
+    # The attribute exists since Celery 5.7, and is None for most tasks.
+    has_models = getattr(task, "_dump_pydantic_arguments", True) is not None
+    if has_models and serializer != "pickle":
+        args, kwargs = dump_models(task, args, kwargs)
+    return call_key(
+        task.name,
+        guarded.function,
+        own.key,
+        tuple(args or ()),
+        kwargs or {},
+        bound=guarded.bound,
+        serializer=serializer,
+        is_send=True,
+    )
+
+
+def send_once(
+    task: Any,
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    header: Header,
+    send: Callable[[dict[str, Any]], SentResult[T]],
+    *,
+    again: bool,
+) -> SentResult[T]:
+    """
+    Send the task unless it is a duplicate; if it waits for a commit, that finds out.
+
+    Args:
+        send: Sends the task with the options that it gets.
+        again: Whether the running task re-sends its own message.
+    """
+    if not before_task_publish.receivers:  # one may redact what the message shows
+        # The lock shows it too, and Celery would make the same texts in more than its time.
+        options = {**show_plain(args or (), kwargs), **options}
+    # Inside a send that waits, an eager run finds out at the commit.
+    if CAPTURED.get() is not None or (is_waiting() and task.app.conf.task_always_eager):
+        result = send(options)
+        result.is_duplicate = None
+        return result
+    return send_unless_duplicate(task, args, kwargs, options, header, send, again=again)
+
+
+def send_unless_duplicate(
+    task: Any,
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    header: Header,
+    send: Callable[[dict[str, Any]], SentResult[T]],
+    *,
+    again: bool = False,
+) -> SentResult[T]:
+    """Send the task now, or run it eagerly, unless it is a duplicate."""
+    headers = _headers_to_be(task, args, kwargs, options, header)
+    sent: list[SentResult[T]] = []
+
+    def publish() -> None:
+        given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
+        sent.append(send({**options, "task_id": headers["id"], "headers": given}))
+
+    held = publish_once(headers, publish, again=again, header=header)
+    result = sent[0] if sent else _make_result(task, headers["id"], options)
+    settle(result, headers, held)
+    if again:
+        # A message that replaces its own run takes over that run's lock.
+        pass_on(read_header(headers, task.name).get("sent"), options)
+    return result
+
+
+def pass_on(token: str | None, options: dict[str, Any]) -> SentLock | None:
+    """Pass the lock of the running task's message to its re-send, if the token matches."""
+    running = get_current_task()
+    sent = None if running is None else find_sent(running.request)
+    if sent is None or sent.token != token:
+        return None
+    delay = options.get("countdown") or options.get("eta")  # as Celery does
+    sent.pass_on(sent.lease(delay, options.get("expires")))
+    return sent
+
+
+def _make_result(task: Any, task_id: str, options: dict[str, Any]) -> Any:
+    """Return the result of a send that published nothing, as Celery makes one."""
+    if task.app.conf.task_always_eager:
+        return as_sent_result(EagerResult(task_id, None, PENDING))
+    result = as_sent_result(task.AsyncResult(task_id))
+    ignores = options.get("ignore_result")
+    result.ignored = task.ignore_result if ignores is None else ignores
+    parent = get_current_task()
+    if parent is not None and options.get("add_to_parent", True):
+        parent.add_trail(result)
+    return result
+
+
+def _headers_to_be(
+    task: Any, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+) -> dict[str, Any]:
+    """Return those headers of a message to be built that the lock of its send needs."""
+    delay = options.get("countdown") or options.get("eta")  # as Celery does
+    moments = {"eta": delay, "expires": options.get("expires", task.expires)}
+    for name, moment in moments.items():
+        if isinstance(moment, datetime):
+            moments[name] = maybe_make_aware(moment, task.app.timezone)
+    headers = {"task": task.name, "id": options.get("task_id") or uuid(), HEADER: header}
+    given = {name: options[name] for name in _SHOWN if options.get(name)}
+    # A receiver may redact what the message shows.
+    if len(given) < len(_SHOWN) and not before_task_publish.receivers:
+        given = show(args or (), kwargs or {}) | given
+    headers |= given
+    return headers | moments
+
+
+def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
+    """Run a task in this process, with the lock of its send if that has taken it."""
+    sent = find_lock_of(task.name, header)
+    if sent is None:
+        return run()
+    own = options_for(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header)
+    if own.unique_until == "start":
+        sent.move(0)
+    else:
+        sent.renew(own.lease())
+    try:
+        return run()
+    finally:
+        sent.end_run(task, None)
 
 
 def publish_once(
@@ -76,6 +287,15 @@ def publish_once(
     # same message once more.
     publish()
     return None
+
+
+def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
+    """Record on the result of a send whether its message was published or was a duplicate."""
+    ours = headers.get(HEADER)
+    is_marked = isinstance(ours, dict) and "duplicate" in ours  # it was published for its canvas
+    result.is_duplicate = held is not None or is_marked
+    if held is not None and held.holder.task_id is not None:
+        result.id = held.holder.task_id
 
 
 def _emit_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:

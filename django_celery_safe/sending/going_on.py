@@ -11,7 +11,7 @@ from django.db import transaction
 from .capture import Captured
 from .message_table import message_table
 from .outbox import keep, rewrite
-from .sender import Sender
+from .sender import OutboxSender
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def publish_again(
     own = [one for one in captured.messages if one.task_id == task_id][:1]
     others = [one for one in captured.messages if one not in own]
     with ending(using):
-        sender = Sender.join(using)
+        sender = OutboxSender.join(using)
         if own:
             ours = rewrite(sender, own[0], name, token, other_work=other_work)
         else:

@@ -1,9 +1,8 @@
 """
-A relay's chores besides sending: its heartbeat, deleting old rows, and chores of other packages.
+A relay's housekeeping: its heartbeat, and deleting old rows, also those of other rooms.
 
-The other packages register their chores here. A chore does a limited amount of work in each
-turn, and continues in the next. If a chore fails, the error is logged, and neither the other
-chores nor the outbox stop.
+The other rooms register their rows here. A turn deletes a limited number of them, and the next
+one goes on. If that fails, the error is logged, and neither the others nor the outbox stop.
 """
 
 from __future__ import annotations
@@ -35,55 +34,34 @@ AGAIN: Final = 5.0
 MOST: Final = 10_000
 
 
-class Chore(NamedTuple):
+class Pruning(NamedTuple):
     """
-    A part of the housekeeping.
+    Rows that a relay deletes by their age.
 
     Attributes:
-        failure: The log message of a failure, with ``%r`` for the alias and ``%s`` for the error.
+        rows: The plural name of the rows, such as "records".
         models: The names of the models whose tables it needs. In a database that lacks one of
             these tables, a failure is not logged.
-        work: Called with the alias; returns whether the next turn should follow soon.
-    """
-
-    failure: str
-    models: tuple[str, ...]
-    work: Callable[[str], bool]
-
-
-#: The chores by name, in their order; a second registration under a name replaces the first.
-_chores: Final[dict[str, Chore]] = {}
-
-
-def add_chore(name: str, chore: Chore) -> None:
-    """Let every relay do a chore in each of its turns, after the chores added earlier."""
-    _chores[name] = chore
-
-
-def add_pruning(
-    rows: str,
-    models: tuple[str, ...],
-    find: Callable[[str], Iterable[Any]],
-    *,
-    most: int = MOST,
-    batch: int = BATCH,
-) -> None:
-    """
-    Let every relay delete rows by their age.
-
-    Args:
-        rows: The plural name of the rows, such as "records".
         find: Called with an alias; returns querysets of the rows that may be deleted in that
             database now, each in the order of an index.
         most: How many rows of each queryset a turn deletes at most.
         batch: How many rows a transaction deletes at most.
     """
 
-    def prune(alias: str) -> bool:
-        return True in [prune_some(found, most, batch) for found in find(alias)]
+    rows: str
+    models: tuple[str, ...]
+    find: Callable[[str], Iterable[Any]]
+    most: int = MOST
+    batch: int = BATCH
 
-    failure = f"The old {rows} in %r could not be deleted: %s"
-    add_chore(f"prune {rows}", Chore(failure, models, prune))
+
+#: By the names of the rows, in their order.
+_prunings: Final[dict[str, Pruning]] = {}
+
+
+def add_pruning(pruning: Pruning) -> None:
+    """Let every relay delete such rows in each of its turns, after those added earlier."""
+    _prunings[pruning.rows] = pruning
 
 
 class Housekeeping:
@@ -100,7 +78,7 @@ class Housekeeping:
 
     def take_turn_if_due(self) -> None:
         """
-        Write the heartbeat and do all chores, unless the last turn was a moment ago.
+        Write the heartbeat and delete old rows, unless the last turn was a moment ago.
 
         Raises:
             django.db.Error: The heartbeat could not be written.
@@ -109,7 +87,7 @@ class Housekeeping:
             return
         self._beat()
         self._next_at = time.monotonic() + MINUTE
-        if True in [self._do(chore) for chore in _chores.values()]:
+        if True in [self._prune(pruning) for pruning in _prunings.values()]:
             self._next_at = time.monotonic() + AGAIN
 
     def _beat(self) -> None:
@@ -121,20 +99,27 @@ class Housekeeping:
             relays.bulk_create([OutboxRelay(pk=1, **seen)], ignore_conflicts=True)
         _messages(self._using).recall()
 
-    def _do(self, chore: Chore) -> bool:
+    def _prune(self, pruning: Pruning) -> bool:
+        """Delete some old rows; return whether the next turn should follow soon."""
         try:
-            return chore.work(self._using)
+            found = pruning.find(self._using)
+            return True in [prune_some(rows, pruning.most, pruning.batch) for rows in found]
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - it must not stop the outbox
-            if not lacks_table(self._using, *chore.models):
-                logger.error(chore.failure, self._using, describe_error(error))
+            if not lacks_table(self._using, *pruning.models):
+                logger.error(
+                    "The old %s in %r could not be deleted: %s",
+                    pruning.rows,
+                    self._using,
+                    describe_error(error),
+                )
             return False
 
 
 def connect() -> None:
     """Let relays delete old messages."""
-    add_pruning("messages", ("OutboxMessage",), get_prunable)
+    add_pruning(Pruning("messages", ("OutboxMessage",), get_prunable))
 
 
 def get_prunable(alias: str) -> list[OutboxMessages]:

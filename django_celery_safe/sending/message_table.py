@@ -32,6 +32,19 @@ class Claimed(NamedTuple):
     starts: int
 
 
+class Next(NamedTuple):
+    """
+    When a relay looks again at a message that was sent.
+
+    Attributes:
+        after: Seconds from now; None: never, its row ends.
+        is_far: Whether the broker does not have it yet, because it waits for its eta.
+    """
+
+    after: float | None
+    is_far: bool = False
+
+
 class MessageTable(LeaseTable):
     """The outbox of one database."""
 
@@ -97,29 +110,22 @@ class MessageTable(LeaseTable):
         """Return whether the task of a message has ended, or its message is gone."""
         return not self.at(name).exclude(state__in=ENDED).exists()
 
-    def goes_on(self, task_id: str) -> bool:
-        """Return whether any attempt of a carried task has not ended."""
-        return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
-
-    def record_sent(
-        self, token: str, sent: Mapping[int, float | None], *, is_far: bool = False
-    ) -> None:
+    def record_sent(self, token: str, sent: Mapping[int, Next]) -> None:
         """
-        Record that the broker has messages that a sender or a relay has claimed.
+        Record what became of messages that a sender or a relay has claimed and dealt with.
 
         Args:
             token: The token of the claim. Rows that another has claimed since are not changed.
-            sent: For each row's key: after how many seconds a relay sends the message again; None:
-                its row ends now.
-            is_far: Whether the broker does not have them yet, because they wait for their eta.
+            sent: When a relay looks again at each row, by its key.
         """
-        alike: dict[float | None, list[int]] = {}
-        for pk, wait in sent.items():
-            alike.setdefault(wait, []).append(pk)
-        for wait, ids in alike.items():
-            ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            name = ends if wait is None else "await_eta" if is_far else "carry_sent"
-            queries.execute(self.alias, name, ids, token=token, wait=wait)
+        alike: dict[Next, list[int]] = {}
+        for pk, then in sent.items():
+            alike.setdefault(then, []).append(pk)
+        for then, ids in alike.items():
+            name = "await_eta" if then.is_far else "carry_sent"
+            if then.after is None:
+                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
+            queries.execute(self.alias, name, ids, token=token, wait=then.after)
 
     def give_back(
         self, token: str, ids: Iterable[int], delay: float = 0.0, error: str | None = None

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from celery import Celery
-from celery.canvas import Signature
+from celery.canvas import Signature, maybe_signature
 from django.db import Error as DatabaseError
 from django.db import connections, router
 
@@ -33,7 +33,7 @@ from .message_table import message_table
 from .serialization import MessageColumns, to_row
 
 if TYPE_CHECKING:
-    from .sender import Sender
+    from .sender import OutboxSender
 
 logger = get_logger(__name__)
 
@@ -50,7 +50,7 @@ MOST_DOUBLINGS: Final = 7
 
 
 def keep(
-    sender: Sender,
+    sender: OutboxSender,
     captured: Captured,
     result: Any = None,
     outbox: Outbox = True,
@@ -82,8 +82,7 @@ def keep(
                 f"outbox=True."
             )
     rows = [
-        to_row(message, [] if number else calls, chord, attempt_id_of(message))
-        for number, message in enumerate(messages)
+        to_row(message, [] if number else calls, chord) for number, message in enumerate(messages)
     ]
     try:
         ids = _insert(sender, rows)
@@ -96,7 +95,7 @@ def keep(
             f"manage.py migrate django_celery_safe --database={sender.using}; if that has nothing "
             f"to do, run it with zero first, which deletes the rows."
         ) from error
-    sender.add(captured, ids, result, chord, goes_on=goes_on)
+    sender.add(captured, result, ids=ids, chord=chord, goes_on=goes_on)
 
 
 def can_carry(message: Message) -> bool:
@@ -111,16 +110,10 @@ def is_ours(app: Celery, task: str) -> bool:
 
 def name_attempt(message: Message, using: str) -> None:
     """Give a message a new attempt, so that its row stays until its task has ended."""
-    headers = message.options["headers"]
+    headers, message.attempt = message.options["headers"], os.urandom(16).hex()
     given = read_header(headers, message.task)
-    ours = {"task": message.task, "attempt": os.urandom(16).hex(), "using": using}
+    ours = {"task": message.task, "attempt": message.attempt, "using": using}
     headers[HEADER] = {**given, **ours, "format": FORMAT}
-
-
-def attempt_id_of(message: Message) -> str:
-    """Return the id of a message's attempt; "": its row ends once it is sent."""
-    ours = message.options["headers"].get(HEADER)
-    return str(ours.get("attempt", "")) if isinstance(ours, Mapping) else ""
 
 
 def time_to_wait(message: Message) -> float | None:
@@ -130,7 +123,7 @@ def time_to_wait(message: Message) -> float | None:
     The broker would hold it unacknowledged all that time, deliver it again and again, or lose it.
     """
     left = seconds_until(message.eta)
-    if left is None or left <= conf.resend_after() or not attempt_id_of(message):
+    if left is None or left <= conf.resend_after() or not message.attempt:
         return None
     return round(left, 1)  # one statement for those of one call
 
@@ -145,13 +138,15 @@ def resend_delay(message: Message, resent: int = 0) -> float | None:
     Returns:
         Seconds from the publication on; None: the row ends once the broker has the message.
     """
-    if not attempt_id_of(message):
+    if not message.attempt:
         return None
     wait = max(0.0, seconds_until(message.eta) or 0.0) if message.eta else 0.0
     return wait + conf.resend_after() * 2.0 ** min(resent, MOST_DOUBLINGS)
 
 
-def rewrite(sender: Sender, message: Message, name: str, token: str, *, other_work: bool) -> bool:
+def rewrite(
+    sender: OutboxSender, message: Message, name: str, token: str, *, other_work: bool
+) -> bool:
     """
     Write the message with which a carried task continues into its row, in the open transaction.
 
@@ -164,7 +159,7 @@ def rewrite(sender: Sender, message: Message, name: str, token: str, *, other_wo
     Returns:
         Whether the claim still held the row.
     """
-    row = to_row(message, attempt=attempt_id_of(message))
+    row = to_row(message)
     written = queries.fetch(
         sender.using,
         "rewrite_message",
@@ -182,11 +177,11 @@ def rewrite(sender: Sender, message: Message, name: str, token: str, *, other_wo
         (first,), *more = written
         if more:  # an INSERT whose answer got lost was repeated
             message_table(sender.using).all().filter(pk__in=[pk for (pk,) in more]).erase()
-        sender.add(Captured([message]), [first], goes_on=True)
+        sender.add(Captured([message]), ids=[first], goes_on=True)
     return bool(written)
 
 
-def _insert(sender: Sender, rows: Sequence[MessageColumns]) -> list[int]:
+def _insert(sender: OutboxSender, rows: Sequence[MessageColumns]) -> list[int]:
     """Insert rows that are the sender's; return their keys."""
     alias = sender.using
     connection = connections[alias]
@@ -256,9 +251,9 @@ def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
         chosen: Outbox = conf.outbox(wanted)
         return chosen
     asked: list[Outbox] = []
-    for part in _parts(signature):
+    for part in iter_leaves(app, signature):
         wanted = part.options.get("outbox")
-        task = app.tasks.get(part.task)
+        task = app.tasks.get(str(part.task))
         asked.append(task_wants_outbox(task) if wanted is None else conf.outbox(wanted))
     return UNTIL_DONE if UNTIL_DONE in asked else any(asked)
 
@@ -271,11 +266,13 @@ def task_wants_outbox(task: Any) -> Outbox:
     return UNTIL_DONE if wanted == UNTIL_DONE else bool(wanted)
 
 
-def _parts(signature: Signature[Any]) -> Iterator[Any]:
+def iter_leaves(app: Celery, signature: Any) -> Iterator[Signature[Any]]:
     """Yield the signatures of the single tasks in a canvas."""
-    parts = [*(getattr(signature, "tasks", None) or ()), getattr(signature, "body", None)]
-    inner = [part for part in parts if isinstance(part, Signature)]
-    if not inner:
+    tasks = getattr(signature, "tasks", None) or ()
+    parts = [*getattr(tasks, "tasks", tasks)]  # those of a stamped chord are a group
+    if signature.get("subtask_type") == "chord":
+        parts.append(signature.body)
+    if not parts:
         yield signature
-    for part in inner:
-        yield from _parts(part)
+    for part in parts:
+        yield from iter_leaves(app, maybe_signature(part, app=app))

@@ -215,10 +215,11 @@ class Publisher:
             producer.connection.declared_entities.clear()
 
 
-def bounded_publisher(app: Celery, seconds: float, has_time: Callable[[], bool]) -> Publisher:
-    """Return a publisher that sends outbox messages right after their commit, in a short time."""
-    lend = partial(bounded_producer, app, seconds)
-    return Publisher(app, lend, wait=seconds * ONE_WAIT, has_time=has_time)
+def bounded_publisher(app: Celery, seconds: float, **options: Any) -> Publisher:
+    """Return a publisher of outbox messages that waits at most ``seconds`` for one answer."""
+    patient = options.get("patient", False)
+    lend = partial(bounded_producer, app, seconds, patient=patient)
+    return Publisher(app, lend, wait=seconds * ONE_WAIT, **options)
 
 
 def takes_lock(message: Message) -> bool:

@@ -45,13 +45,13 @@ from ..foreign_errors import describe_error
 from ..leases.clock import clock
 from ..leases.holder import holder_text
 from ..texts import get_logger
-from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
+from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
 from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
-from .message_table import message_table
+from .message_table import Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
-from .publisher import Publisher
+from .publisher import Publisher, bounded_publisher
 from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
 
@@ -148,13 +148,12 @@ class Relay:
         self._attempts = attempts
         #: The relay's chores besides sending.
         self.housekeeping = Housekeeping(using)
-        self._connections: dict[Celery, OwnConnection] = {}
         #: The publishers of the messages of this batch.
         self._publishers: dict[Celery, Publisher] = {}
         #: Rows of the batch without an outcome yet.
         self._left: set[int] = set()
-        #: Rows that were sent: how many seconds later they are sent again; None: they end.
-        self._sent: dict[int, float | None] = {}
+        #: When a relay looks again at the rows that were dealt with.
+        self._sent: dict[int, Next] = {}
         #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
         #: When the last claimed row was due, and until when the relay looks only at later rows.
@@ -235,11 +234,6 @@ class Relay:
             self._awake_at = clock.now()
         return len(rows)
 
-    def close(self) -> None:
-        """Close the connections to the broker."""
-        for connection in self._connections.values():
-            connection.close()
-
     def _claim(self) -> list[OutboxMessage]:
         """
         Claim a batch of due rows, starting where the last batch ended.
@@ -283,7 +277,7 @@ class Relay:
                 elif one.message.eta and (wait := time_to_wait(one.message)) is not None:
                     # Its sender has died before it said so.
                     self._left.discard(row.pk)
-                    self._table.record_sent(self._token, {row.pk: wait}, is_far=True)
+                    self._sent[row.pk] = Next(wait, is_far=True)
                 else:
                     claimed.append(one)
             except ForAnotherRelay as error:
@@ -295,34 +289,29 @@ class Relay:
         return claimed
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
-        connection = self._connections.setdefault(app, OwnConnection(app, LONGEST_WAIT))
         if time.monotonic() > stop_at:
             return  # another relay may claim these rows soon
-        publisher = Publisher(app, connection.lend, wait=LONGEST_WAIT, patient=True)
-        self._publishers[app] = publisher
+        publisher = self._publishers[app] = bounded_publisher(app, LONGEST_WAIT, patient=True)
         free = [one for one in claimed if not one.needs]
         if len(free) > 1:
             waiting = iter(free)
             publisher.publish_together(
                 [one.message for one in free], lambda _: self._record_sent(next(waiting))
             )
-        unavailable: dict[str, PutOff] = {}
-        put_off: dict[str, list[int]] = {}
+        unavailable: dict[str, str] = {}
         for one in claimed:
             if one.row.pk not in self._left:
                 continue
             if time.monotonic() > stop_at:
                 break  # another relay may claim the rest soon
-            needs = one.needs
             try:
-                if needs not in unavailable:  # otherwise it would wait for the same server again
-                    self._publish_one(publisher, one)
-                    continue
+                # Otherwise it would wait for the same server again.
+                if (fault := unavailable.get(one.needs)) is not None:
+                    raise PutOff(fault)
+                self._publish_one(publisher, one)
             except PutOff as error:
-                unavailable[needs] = error
-            put_off.setdefault(needs, []).append(one.row.pk)
-        for needs, ids in put_off.items():
-            self._put_off(ids, str(unavailable[needs]))
+                unavailable[one.needs] = str(error)
+                self._put_off([one.row.pk], str(error))
 
     def _publish_one(self, publisher: Publisher, one: ClaimedMessage) -> None:
         """
@@ -378,7 +367,8 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        self._sent[one.row.pk] = None if is_duplicate else resend_delay(one.message, one.row.resent)
+        again = None if is_duplicate else resend_delay(one.message, one.row.resent)
+        self._sent[one.row.pk] = Next(again)
         self.count += 1
         if is_duplicate:
             return  # publish_once has reported it
@@ -453,7 +443,5 @@ def drain_all(relays: list[Relay], until: Callable[[], bool]) -> None:
             relay.drain(until)
         except (BrokerGone, DatabaseError) as error:
             errors.append(error)
-        finally:
-            relay.close()
     if errors:
         raise errors[0]

@@ -54,7 +54,7 @@ class MessageColumns(NamedTuple):
 
 
 def to_row(
-    message: Message, chord_calls: list[ChordCall] | None = None, chord: str = "", attempt: str = ""
+    message: Message, chord_calls: list[ChordCall] | None = None, chord: str = ""
 ) -> MessageColumns:
     """
     Return the row of a message.
@@ -63,7 +63,6 @@ def to_row(
         chord_calls: The calls that register the chord with the result backend, before any
             message of the chord is published; only one row of the chord has them.
         chord: The id that the messages of that chord share.
-        attempt: The id of the attempt, from the header; "": the row ends once it is sent.
 
     Raises:
         NotSerializable: A header or option is not plain data, or a name or id does not fit.
@@ -95,7 +94,7 @@ def to_row(
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
-    return MessageColumns(message.task, message.task_id, text, body, chord, calls, attempt)
+    return MessageColumns(message.task, message.task_id, text, body, chord, calls, message.attempt)
 
 
 def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
@@ -129,6 +128,7 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             expires=properties.get("expires"),
             event=properties.get("event"),
             result_wanted=False,
+            attempt=row.attempt,
         )
         texts = options["routing_key"], message.eta, message.expires
         if not (isinstance(options["headers"], dict) and all(map(_is_text, texts))):
@@ -209,12 +209,8 @@ def _pack_entity(app: Celery, entity: Any) -> Any:
 
 
 def _pack_queue(queue: Queue) -> dict[str, Any]:
-    packed: dict[str, Any] = queue.as_dict()
-    packed["exchange"] = _pack_exchange(packed["exchange"])
-    bindings = [
-        {**bound.as_dict(), "exchange": _pack_exchange(bound.exchange)} for bound in queue.bindings
-    ]
-    packed["bindings"] = sorted(bindings, key=repr)  # kombu has them in a set
+    packed: dict[str, Any] = queue.as_dict(recurse=True)
+    packed["bindings"] = sorted(packed["bindings"], key=repr)  # kombu has them in a set
     return packed
 
 

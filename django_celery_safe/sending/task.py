@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
-from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
-from celery.result import EagerResult
-from celery.signals import before_task_publish
-from celery.states import PENDING
-from celery.utils.time import maybe_make_aware
 from kombu.exceptions import EncodeError
-from kombu.utils.uuid import uuid
 
 from .. import conf
-from ..compat import dump_models
-from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
-from ..concurrency.keys import call_key
-from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
-from ..concurrency.sent import SentLock, find_lock_of, find_sent
-from ..delivery.call import is_as_sent
+from ..concurrency.guard import find_guarded, name_lock
 from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
@@ -33,24 +19,30 @@ from ..exceptions import NotSerializable, TaskPoisoned
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from . import installed
-from .arguments import check_arguments, explain, show, show_plain
+from .arguments import check_arguments, explain
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
-from .commit import as_sent_result, hold, must_wait
-from .deduplicate import publish_once
-from .eager import is_put_off, is_waiting, put_off, run_sent
+from .commit import hold, must_wait
+from .deduplicate import (
+    SIGNATURES,
+    lock_fields,
+    pass_on,
+    run_with_lock,
+    send_once,
+    send_unless_duplicate,
+)
+from .eager import is_put_off, put_off, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
-from .unsent import settle
+from .unsent import as_sent_result
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
 
     from .typed import SentResult
-
 
 logger = get_logger(__name__)
 
@@ -159,30 +151,16 @@ class SafeTaskMixin(Task[P, R]):
         """Run the task in this process, with the lock of its send if that has taken it."""
         run = partial(super().apply, args, kwargs, *more, **options)
         header = read_header(options.get("headers"), self.name)
-        sent = find_lock_of(self.name, header)
-        if sent is None:
-            return run()
-        own = options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
-        if own.unique_until == "start":
-            sent.move(0)
-        else:
-            sent.renew(own.lease())
-        try:
-            return run()
-        finally:
-            sent.end_run(self, None)
+        return run_with_lock(self, header, run)
 
     def _apply_once(self, args: Any, kwargs: Any, **options: Any) -> Any:
         """Run a task whose commit has come, unless its send is a duplicate."""
         header = read_header(options.get("headers"), self.name)
         if "sent" not in header:
             return self._apply(args, kwargs, **options)
-        return self._send_once(
-            args,
-            kwargs,
-            options,
-            header,
-            lambda given: as_sent_result(self._apply(args, kwargs, **given)),
+        run = partial(self._apply, args, kwargs)
+        return send_unless_duplicate(
+            self, args, kwargs, options, header, lambda given: as_sent_result(run(**given))
         )
 
     def apply_async(
@@ -293,17 +271,11 @@ class SafeTaskMixin(Task[P, R]):
         *,
         waits: bool = True,
     ) -> SentResult[R]:
-        """
-        Send the task, or let ``CAPTURED`` keep its message.
-
-        Args:
-            waits: Whether the send is one that waits for a commit if there is a transaction.
-        """
+        """Send the task, or let ``CAPTURED`` keep its message; ``waits``: a commit may delay it."""
         if not installed.found:
             installed.refuse_uninstalled(self.name)
-        carried_along = [options[name] for name in _CARRIED if options.get(name) is not None]
         try:
-            check_arguments(self.name, args, kwargs, *carried_along)
+            check_arguments(self.name, args, kwargs, *_signatures_in(options))
         except NotSerializable as error:
             if waits or (options.get("serializer") or self.serializer) == "json":
                 raise
@@ -322,23 +294,15 @@ class SafeTaskMixin(Task[P, R]):
             return self._publish(args, kwargs, options)
         if header["sent"] == carried.get("sent"):
             # Before the publication, because the next run may take the lock right after it.
-            sent = self._pass_on(header["sent"], options)
+            sent = pass_on(header["sent"], options)
             try:
                 return self._publish(args, kwargs, options)
             except BaseException:
                 if sent is not None:
                     sent.take_back()
                 raise
-        if not before_task_publish.receivers:  # one may redact what the message shows
-            # The lock shows it too, and Celery would make the same texts in more than its time.
-            options = {**show_plain(args or (), kwargs), **options}
-        # Inside a send that waits, an eager run finds out at the commit.
-        if CAPTURED.get() is not None or (is_waiting() and self.app.conf.task_always_eager):
-            result = self._publish(args, kwargs, options)
-            result.is_duplicate = None
-            return result
-        publish = partial(self._publish, args, kwargs)
-        return self._send_once(args, kwargs, options, header, publish, again=resent is not None)
+        send, is_resent = partial(self._publish, args, kwargs), resent is not None
+        return send_once(self, args, kwargs, options, header, send, again=is_resent)
 
     def _publish(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         """Send as Celery does, and name the argument that can't be serialized."""
@@ -346,80 +310,8 @@ class SafeTaskMixin(Task[P, R]):
             return as_sent_result(super().apply_async(args, kwargs, **options))
         except EncodeError as error:
             serializer = options.get("serializer") or self.serializer
-            links = [options[name] for name in _CARRIED if options.get(name) is not None]
+            links = _signatures_in(options)
             raise explain(self.name, args, kwargs, links, serializer, error) from error
-
-    def _send_once(
-        self,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        header: Header,
-        publish: Callable[[dict[str, Any]], SentResult[R]],
-        *,
-        again: bool = False,
-    ) -> SentResult[R]:
-        """
-        Send the task, or run it eagerly, unless it is a duplicate.
-
-        Args:
-            publish: Does it, with the options of the send.
-            again: Whether the running task re-sends its own message.
-        """
-        headers = self._headers_to_be(args, kwargs, options, header)
-        sent: list[SentResult[R]] = []
-
-        def publish_now() -> None:
-            given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-            sent.append(publish({**options, "task_id": headers["id"], "headers": given}))
-
-        held = publish_once(headers, publish_now, again=again, header=header)
-        result = sent[0] if sent else self._result_of_duplicate(headers["id"], options)
-        settle(result, headers, held)
-        if again:
-            # A message that replaces its own run takes over that run's lock.
-            self._pass_on(read_header(headers, self.name).get("sent"), options)
-        return result
-
-    def _result_of_duplicate(self, task_id: str, options: dict[str, Any]) -> SentResult[R]:
-        """Return the result of a send that was dropped, as Celery would for one that was not."""
-        if self.app.conf.task_always_eager:
-            known: Any = EagerResult(task_id, None, PENDING)
-            return as_sent_result(known)
-        result: SentResult[R] = as_sent_result(self.AsyncResult(task_id))
-        ignores = options.get("ignore_result")
-        result.ignored = self.ignore_result if ignores is None else ignores
-        parent = get_current_task()
-        if parent is not None and options.get("add_to_parent", True):
-            parent.add_trail(result)
-        return result
-
-    def _headers_to_be(
-        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
-    ) -> dict[str, Any]:
-        """Return those headers of a message to be built that the lock of its send needs."""
-        delay = options.get("countdown") or options.get("eta")  # as Celery does
-        moments = {"eta": delay, "expires": options.get("expires", self.expires)}
-        for name, moment in moments.items():
-            if isinstance(moment, datetime):
-                moments[name] = maybe_make_aware(moment, self.app.timezone)
-        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
-        given = {name: options[name] for name in _SHOWN if options.get(name)}
-        # A receiver may redact what the message shows.
-        if len(given) < len(_SHOWN) and not before_task_publish.receivers:
-            given = show(args or (), kwargs or {}) | given
-        headers |= given
-        return headers | moments
-
-    def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
-        """Pass the lock of the running task's message to its re-send, if the token matches."""
-        running = get_current_task()
-        sent = None if running is None else find_sent(running.request)
-        if sent is None or sent.token != token:
-            return None
-        delay = options.get("countdown") or options.get("eta")  # as Celery does
-        sent.pass_on(sent.lease(delay, options.get("expires")))
-        return sent
 
     def _with_header(
         self,
@@ -441,69 +333,16 @@ class SafeTaskMixin(Task[P, R]):
         guarded = find_guarded(self)
         # Without unique_until, the key is made when the task runs.
         if asked is not None or (guarded and guarded.options.unique_until is not None):
-            guarded = guarded or Guarded(self.run, DEFAULTS, False)
-            header |= self._lock_fields(guarded, asked, args, kwargs, options, carried, is_resent)
+            header |= lock_fields(self, guarded, asked, args, kwargs, options, carried, is_resent)
         if header:
             header["format"] = FORMAT
             options["headers"] = {**(options.get("headers") or {}), HEADER: header}
         return options, header
 
-    def _lock_fields(
-        self,
-        guarded: Guarded,
-        asked: Any,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        carried: Header,
-        is_resent: bool,
-    ) -> Header:
-        """Return the header fields for a message's locks."""
-        own = guarded.options
-        if asked is not None:
-            own = options_of_call(own, asked)
-            check_key_names(guarded.function, own.key, plain=True)
-        key = carried.get("key")
-        is_same = asked == carried.get("options") and kwargs is not None
-        if key is None or not is_same or not is_as_sent(self.request, args or (), kwargs):
-            key = self._key(guarded, own, args, kwargs, options)
-        header = Header(task=self.name, key=key)
-        if not isinstance(own.lock, conf.Unset):
-            header["lock"] = own.lock
-        if asked is not None:
-            header["options"] = dict(asked)
-        if carried or options.get("retries"):
-            # A retry takes no new lock, which could be held by another message. With the same
-            # key it keeps the old lock.
-            if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
-                old = {name: carried[name] for name in carried if name != "copy"}
-                header = {**old, **header}
-        elif own.unique_until is not None:
-            header["sent"] = os.urandom(16).hex()
-            header["canvas"] = is_resent or any(map(options.get, _CANVAS))
-            if isinstance(own.unique_until, float):
-                header["period"] = own.unique_until
-        return header
 
-    def _key(
-        self, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
-    ) -> str:
-        """Return the key of a call that is sent."""
-        serializer = options.get("serializer") or self.serializer
-        # The attribute exists since Celery 5.7, and is None for most tasks.
-        has_models = getattr(self, "_dump_pydantic_arguments", True) is not None
-        if has_models and serializer != "pickle":
-            args, kwargs = dump_models(self, args, kwargs)
-        return call_key(
-            self.name,
-            guarded.function,
-            own.key,
-            tuple(args or ()),
-            kwargs or {},
-            bound=guarded.bound,
-            serializer=serializer,
-            is_send=True,
-        )
+def _signatures_in(options: dict[str, Any]) -> list[Any]:
+    """Return the signatures that travel in the message of a send with these options."""
+    return [options[name] for name in SIGNATURES if options.get(name) is not None]
 
 
 #: Our options of a send on commit, which Celery does not know; a signature can have them too.
@@ -511,15 +350,6 @@ _OURS = ("outbox", "using", "send_on_commit")
 
 #: Parameters of Celery's ``apply_async`` that may be positional, after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
-
-#: Options that replace the texts of the arguments.
-_SHOWN = ("argsrepr", "kwargsrepr")
-
-#: Options with signatures that travel in the task's message.
-_CARRIED = ("link", "link_error", "chain", "chord")
-
-#: Options that only parts of a canvas have; other tasks wait for such a part.
-_CANVAS = (*_CARRIED, "group_id", "parent_id", "root_id")
 
 
 class SafeTask(SafeTaskMixin[P, R], DjangoTask[P, R]):  # type: ignore[misc]

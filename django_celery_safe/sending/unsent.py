@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from django.db import transaction
 
-from ..delivery.header import HEADER
 from ..exceptions import WrongTransaction
-from ..locks import HeldLock
+
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+    from .typed import SentResult
+
+T = TypeVar("T")
 
 
 def refuse_get(result: Any, using: str | None) -> None:
     """Let ``get()`` of a result, and of its parts, raise inside the transaction, until its end."""
+    as_sent_result(result)
     for part in _parts(result):
         part.get = partial(_get, part, using)
 
@@ -25,13 +31,13 @@ def allow_get(result: Any) -> None:
         part.__dict__.pop("get", None)
 
 
-def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
-    """Record on the result of a send whether its message was published or was a duplicate."""
-    ours = headers.get(HEADER)
-    is_marked = isinstance(ours, dict) and "duplicate" in ours  # it was published for its canvas
-    result.is_duplicate = held is not None or is_marked
-    if held is not None and held.holder.task_id is not None:
-        result.id = held.holder.task_id
+def as_sent_result(result: AsyncResult[T]) -> SentResult[T]:
+    """Set ``send_error`` of a result to None, and ``is_duplicate`` to False unless it is set."""
+    sent = cast("SentResult[T]", result)
+    if sent is not None:
+        sent.send_error = None
+        sent.__dict__.setdefault("is_duplicate", False)
+    return sent
 
 
 def _get(result: Any, using: str | None, *args: Any, **kwargs: Any) -> Any:

@@ -51,8 +51,9 @@ def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
             headers = message.options["headers"]  # it is carried, whoever knows the task
             if "step" not in headers.get(HEADER, ()):
                 continue  # a receiver of Celery's signals has sent it
-            attempt = {"attempt": os.urandom(16).hex(), "using": store.alias}
-            headers[HEADER] = {**headers[HEADER], **attempt}
+            message.attempt = os.urandom(16).hex()
+            ours = {"attempt": message.attempt, "using": store.alias}
+            headers[HEADER] = {**headers[HEADER], **ours}
 
     hold(app, send_all, store.alias, {}, outbox=True)
 

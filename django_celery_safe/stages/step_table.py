@@ -10,7 +10,7 @@ from django.db import router
 
 from .. import conf
 from ..databases import refuse_untested
-from ..sending.housekeeping import add_pruning
+from ..sending.housekeeping import Pruning, add_pruning
 
 if TYPE_CHECKING:
     from ..models.run_states import StageRuns
@@ -91,7 +91,7 @@ table_in = lru_cache(StepTable)
 
 def connect() -> None:
     """Let relays delete runs that ended long ago."""
-    add_pruning("runs of stages", MODELS, get_prunable, most=MOST_RUNS, batch=1)
+    add_pruning(Pruning("runs of stages", MODELS, get_prunable, most=MOST_RUNS, batch=1))
 
 
 def get_prunable(alias: str) -> list[StageRuns]:

@@ -21,7 +21,7 @@ from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
 from ..resuming.cursor import Cursor
 from ..sending.deduplicate import publish_once
-from ..sending.message_table import message_table
+from ..sending.message_table import Next, message_table
 from ..sending.outbox import resend_delay
 from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
@@ -170,7 +170,7 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
             call.register()
         headers = message.options["headers"]
         duplicate = publish_once(headers, lambda: None, again=True)
-        message_table(rows.db).record_sent(row.token, {row.pk: resend_delay(message)})
+        message_table(rows.db).record_sent(row.token, {row.pk: Next(resend_delay(message))})
         if duplicate is None:
             return message.app, as_sent(
                 message.data,

@@ -20,10 +20,10 @@ from kombu.serialization import dumps, loads
 from ..concurrency.sent import find_lock_of
 from ..delivery.header import read_header
 from ..sending import broker
-from ..sending.sender import Sender
+from ..sending.sender import OutboxSender
 from ..transactions import in_testcase_only
 
-_send_all = Sender.send_all
+_send = OutboxSender.send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
             sent.append(as_sent(body, **options))
 
     results = functools.cache(lambda app: CacheBackend(app, url="memory://"))
-    send_all = (lambda sender: None) if outbox_too else _send_all
+    send = (lambda sender, call: None) if outbox_too else _send
     with ExitStack() as stack:
         if app.conf.task_always_eager:
             stack.enter_context(mock.patch.dict(app.conf.changes, task_always_eager=False))
@@ -101,7 +101,7 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
             (Celery, "backend", property(results)),
             (broker, "bounded_backend", lambda app, seconds: results(app)),
             (broker, "connect", lambda producer: None),
-            (Sender, "send_all", send_all),
+            (OutboxSender, "send", send),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.callback(_free_locks_of, sent)

@@ -410,7 +410,7 @@ MUTATIONS = {
             "a task for another database's transaction is sent at once",
         ),
         M(
-            "sending.commit:Held._publish",
+            "sending.sender:Sender._send",
             "except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run",
             "except ArithmeticError as error:",
             "an error of one send skips the other callbacks of the commit",
@@ -452,13 +452,13 @@ MUTATIONS = {
             "a finished task's recorded result is overwritten by its return value",
         ),
         M(
-            "sending.carried:Run._come_again",
+            "sending.carried_ends:RunEnds._come_again",
             "return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))",
             "return self.end()",
             "a carried task that is retried or requeued counts as done",
         ),
         M(
-            "sending.carried:_begin",
+            "sending.carried_claim:claim_message",
             'return "another process runs it" if found.state == "running" else',
             'return claim, found if found.state == "running" else',
             "a carried task that runs already is run a second time",

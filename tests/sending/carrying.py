@@ -1,7 +1,6 @@
 """Carried tasks whose messages are delivered by hand, in this process, by real tracers."""
 
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -52,9 +51,8 @@ class Carried:
     def relay(self) -> list[Message]:
         """Send what is due, as a relay does; return it."""
         relay = Relay(self.alias)
-        with closing(relay):
-            while relay.relay_batch():
-                pass
+        while relay.relay_batch():
+            pass
         return self.mailbox.take()
 
     def deliver_elsewhere(self, message: Message) -> Outcome:

@@ -1,12 +1,11 @@
 """A send on commit publishes the same messages as a plain send, under the announced ids."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import chain, chord, group
 from celery.canvas import Signature, StampingVisitor
 from django.db import transaction
 from django.utils import timezone
@@ -17,9 +16,9 @@ from django_celery_safe import send_on_commit
 from django_celery_safe.sending.publisher import DELAYED
 from tests.app.celery import app
 from tests.app.tasks import add, note, total
-from tests.sending.published import Published, ids_in, take_published
+from tests.sending.conftest import MakeApp
+from tests.sending.published import Published, ids_in
 from tests.sending.queued import comparable
-from tests.servers import RedisServer
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -89,17 +88,18 @@ def test_a_countdown_begins_at_the_call(sent: Sent) -> None:
     assert second == moment
 
 
-def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_publication() -> None:
+def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_publication(make_app: MakeApp) -> None:
     """RabbitMQ's routing key is made anew from the ETA; if that has passed, for one second."""
+    task = make_app(broker_url="memory://").tasks[add.name]
     with Connection("memory://") as connection:
         delayed = Exchange(DELAYED, type="topic")
         probe = Queue("probe", delayed, routing_key="#")(connection.default_channel)
         probe.declare()
         key = calculate_routing_key(90, "sure.tasks")
-        options: dict[str, Any] = {"exchange": DELAYED, "connection": connection}
+        options: dict[str, Any] = {"exchange": DELAYED, "routing_key": key}
         with transaction.atomic():
             for countdown in (60, -5):
-                add.apply_async_on_commit((1,), countdown=countdown, routing_key=key, **options)
+                task.apply_async_on_commit((1,), countdown=countdown, **options)
         keys = [probe.get(no_ack=True).delivery_info["routing_key"] for _ in range(2)]
     delays = [int("".join(key.split(".")[:28]), 2) for key in keys]
     assert 0 < delays[0] <= 60
@@ -116,30 +116,3 @@ def test_one_signature_is_sent_twice(sent: Sent) -> None:
     assert repr(dict(signature)) == before
     assert not ids_in(first) & ids_in(second)
     assert len({message.id for message in sent()}) == 4
-
-
-def test_the_broker_named_in_the_call_gets_the_message(
-    broker: Celery, sent: Sent, redis_server: RedisServer
-) -> None:
-    """``connection`` and ``producer`` are kept for the publication."""
-    with broker.connection_for_write(redis_server.database_url(3)) as connection:
-        with transaction.atomic():
-            by_connection = add.apply_async_on_commit((1,), connection=connection)
-            producer = broker.amqp.Producer(connection, auto_declare=False)
-            by_producer = add.apply_async_on_commit((2,), producer=producer)
-            of_group = send_on_commit(group(adds()), connection=connection)
-        elsewhere = {message.id for message in take_published(redis_server, database=3)}
-    assert elsewhere == {by_connection.id, by_producer.id, *(part.id for part in of_group)}
-    assert sent() == []
-
-
-def test_two_connections_of_one_url_get_a_message_each(redis_server: RedisServer) -> None:
-    """Their options differ, which the URL does not show; one commit sends through both."""
-    url, prefixes = redis_server.database_url(3), ("blue:", "green:")
-    with ExitStack() as stack, redis_server.client(db=3) as client:
-        with transaction.atomic():
-            for prefix in prefixes:
-                connection = Connection(url, transport_options={"global_keyprefix": prefix})
-                add.apply_async_on_commit((1,), connection=stack.enter_context(connection))
-        assert [client.llen(f"{prefix}celery") for prefix in prefixes] == [1, 1]
-        client.flushdb()

@@ -349,11 +349,14 @@ def test_arguments_of_5_mb_are_kept(alias: str, sent: Sent) -> None:
 
 
 def test_another_broker_is_an_error(broker: Celery, make_app: MakeApp) -> None:
-    """No row can keep a connection, and a relay would send to the app's own broker."""
+    """A commit and a relay send to the app's own broker."""
     elsewhere = make_app(broker_url=f"redis://127.0.0.1:{dead_port()}/0")
     with elsewhere.connection_for_write() as connection:
         with transaction.atomic(), pytest.raises(TypeError, match="to another broker"):
             send_on_commit(add.s(1), outbox=True, connection=connection)
+        producer = elsewhere.amqp.Producer(connection, auto_declare=False)
+        with transaction.atomic(), pytest.raises(TypeError, match="to another broker"):
+            add.apply_async_on_commit((2,), producer=producer)
         with pytest.raises(TypeError, match="outbox=False"):
             keep(1, connection=connection)
     assert rows() == []

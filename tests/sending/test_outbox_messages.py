@@ -137,8 +137,8 @@ class Line:
 
     def relay(self) -> int:
         """Relay all that is due, and return how many messages that were."""
-        with closing(Relay(self.alias)) as relay:
-            relay.drain()
+        relay = Relay(self.alias)
+        relay.drain()
         assert not OutboxMessage.objects.using(self.alias).exists()
         return relay.count
 

@@ -15,7 +15,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
-from django_celery_safe.sending.message_table import message_table
+from django_celery_safe.sending.message_table import Next, message_table
 from tests.plans import plan_of
 from tests.processes import start_in_process, tell, wait_for
 
@@ -201,16 +201,20 @@ def test_what_was_sent_ends(
     row = one_of_each(alias)
     everything, outbox = table(alias), message_table(alias)
     everything.filter(pk__in=[row["early"], row["late"]]).update(token=TOKEN, error="refused")
-    outbox.record_sent(TOKEN, {row["late"]: 60.0, row["dead"]: None, row["waiting"]: None})
+    outbox.record_sent(
+        TOKEN, {row["late"]: Next(60.0), row["dead"]: Next(None), row["waiting"]: Next(None)}
+    )
     assert due_in(alias, row["late"]) == in_about(60)
     assert set(keys(everything.sent())) == {row["late"], row["sent"]}
     monkeypatch.setattr(settings, "DJANGO_CELERY_SAFE", {"RETENTION": {"sent": 60}})
-    outbox.record_sent(TOKEN, {row["early"]: None})
+    outbox.record_sent(TOKEN, {row["early"]: Next(None)})
     kept = everything.get(pk=row["early"])
     assert (kept.state, kept.due_at, kept.ended_at, kept.error) == ("sent", None, None, "")
     monkeypatch.undo()
     everything.update(token=TOKEN)
-    outbox.record_sent(TOKEN, dict.fromkeys([*row.values(), *range(10**6, 10**6 + 5000)]))
+    outbox.record_sent(
+        TOKEN, dict.fromkeys([*row.values(), *range(10**6, 10**6 + 5000)], Next(None))
+    )
     assert keys(everything.all()) == []
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,8 +97,8 @@ def leave(
 
 def drain(alias: str, **arguments: Any) -> int:
     """Let a new relay send what is due; return how many that was."""
-    with closing(Relay(alias, **arguments)) as relay:
-        relay.drain()
+    relay = Relay(alias, **arguments)
+    relay.drain()
     return relay.count
 
 
@@ -115,7 +115,6 @@ def relaying(alias: str) -> Iterator[threading.Event]:
         except BaseException as error:
             failures.append(error)
         finally:
-            relay.close()
             connections[alias].close()
 
     # The first connection to a SQLite file switches it to WAL. Two that do at once fail, without
@@ -159,7 +158,6 @@ def test_queries_are_counted_by_batches(
         relay = Relay(alias)
         sizes = iter(relay.relay_batch, 0)
         assert list(sizes) == [100, 100, 50]
-        relay.close()
     words = Counter(q["sql"].split()[0] for q in queries.captured_queries if TABLE in q["sql"])
     # At the end it looks where the last batch ended, and then from the beginning.
     if db_kind == "postgres":
@@ -191,20 +189,20 @@ def test_what_commits_late_with_an_earlier_moment_is_sent(alias: str, sent: Sent
     def commit(task_id: str) -> None:
         table(alias).filter(task_id=task_id).update(due_at=Now() - timedelta(hours=1))
 
-    with closing(Relay(alias)) as relay:
+    relay = Relay(alias)
+    leave(alias)
+    assert relay.relay_batch() == 1
+    commit(late[0])
+    assert relay.relay_batch() == 1
+    assert ids(sent())[1:] == late[:1]
+
+    def found() -> bool:
         leave(alias)
-        assert relay.relay_batch() == 1
-        commit(late[0])
-        assert relay.relay_batch() == 1
-        assert ids(sent())[1:] == late[:1]
+        commit(late[1])
+        assert relay.relay_batch() >= 1
+        return late[1] in ids(sent())
 
-        def found() -> bool:
-            leave(alias)
-            commit(late[1])
-            assert relay.relay_batch() >= 1
-            return late[1] in ids(sent())
-
-        wait_for(found)
+    wait_for(found)
 
 
 @contextmanager
@@ -415,8 +413,8 @@ def test_a_chord_is_told_once_by_several_rows(
     assert {row.chord for row in others} == {first.chord}
     assert [bool(row.chord_calls) for row in (first, *others)] == [True] + [False] * 4
     table(alias).filter(pk=first.pk).update(due_at=Now())
-    with closing(Relay(alias)) as relay:
-        assert relay.relay_batch() == 2
+    relay = Relay(alias)
+    assert relay.relay_batch() == 2
     assert sorted(counting.told()) == sorted(ONCE_EACH)
     assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
     assert drain(alias) == 3

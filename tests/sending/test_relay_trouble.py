@@ -374,7 +374,6 @@ def test_a_restart_costs_nothing(outbox: str, own_redis: RedisServer, own_task: 
     wanted = leave(outbox, 2, task=own_task)
     with hearing(task_send_failed) as failures:
         relay.drain()
-    relay.close()
     assert failures == []
     assert ids(take_published(own_redis, 0)) == wanted
 
@@ -398,7 +397,6 @@ def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
         assert set(ids(take_published(own_redis, 0))) == {first, third}
         relay = Relay(outbox)
         relay.drain()
-        relay.close()
     assert [failure["task_id"] for failure in failures] == [broken, broken]
     row = table(outbox).get()
     assert (row.task_id, row.attempts) == (broken, 1)
@@ -489,7 +487,6 @@ def test_what_a_relay_did_not_reach_is_given_back(
         task_send_failed.disconnect(take_long)
     wait_for(lambda: table(outbox).due().count() == 3, 20)
     assert (relay.relay_batch(), relay.count) == (3, 3)
-    relay.close()
     assert ids(sent()) == wanted
 
 
@@ -502,16 +499,16 @@ def test_a_batch_that_a_time_limit_ends_is_given_back(
     def interrupt(*_: Any, **__: Any) -> None:
         raise SoftTimeLimitExceeded
 
-    with closing(Relay(outbox)) as relay:
-        with monkeypatch.context() as patch:
-            patch.setattr(redis.Redis, "execute_command", interrupt)
-            patch.setattr(redis.client.Pipeline, "execute", interrupt)
-            with pytest.raises(SoftTimeLimitExceeded):
-                relay.relay_batch()
-        assert sent() == []
-        wait_for(lambda: table(outbox).due().count() == 3, 20)
-        assert attempts(outbox) == [0] * 3
-        assert relay.relay_batch() == 3
+    relay = Relay(outbox)
+    with monkeypatch.context() as patch:
+        patch.setattr(redis.Redis, "execute_command", interrupt)
+        patch.setattr(redis.client.Pipeline, "execute", interrupt)
+        with pytest.raises(SoftTimeLimitExceeded):
+            relay.relay_batch()
+    assert sent() == []
+    wait_for(lambda: table(outbox).due().count() == 3, 20)
+    assert attempts(outbox) == [0] * 3
+    assert relay.relay_batch() == 3
     assert ids(sent()) == wanted
 
 

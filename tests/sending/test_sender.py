@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -67,9 +67,7 @@ def task_ids(alias: str) -> list[str]:
 
 
 @pytest.mark.sql
-def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(
-    alias: str, sent: Sent, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(alias: str, sent: Sent) -> None:
     """Django runs the callbacks all the same; a message whose row is not there is not sent."""
     with transaction.atomic(using=alias):
         before = keep(1, alias)
@@ -81,8 +79,6 @@ def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(
     assert ids(sent()) == [before.id, after.id]
     assert not table(alias).exists()
     assert gone.send_error is None
-    told = [one.getMessage() for one in caplog.records if "rolled back" in one.getMessage()]
-    assert [text.partition(" message(s)")[0] for text in told] == ["1", "2"]
 
 
 def test_a_commit_of_which_postgresql_makes_a_rollback_sends_nothing(
@@ -114,8 +110,7 @@ def test_after_a_long_transaction_the_row_decides_too(
     queries.__exit__(None, None, None)
     assert ids(sent()) == [result.id]
     words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
-    # The last one asks whether a relay has what it misses.
-    assert words == ["UPDATE", *["SELECT"] * more_for_claim(alias), "DELETE", "SELECT"]
+    assert words == ["UPDATE", *["SELECT"] * more_for_claim(alias), "DELETE"]
 
 
 def test_the_sends_of_a_commit_look_for_their_rows_once(
@@ -147,8 +142,8 @@ def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent
         result = keep(1, alias)
     assert sent() == []
     table(alias).update(due_at=Now() - timedelta(seconds=1))
-    with closing(Relay(alias)) as relay:
-        relay.drain()
+    relay = Relay(alias)
+    relay.drain()
     assert ids(sent()) == [result.id]
 
 

@@ -36,8 +36,8 @@ TABLE = OutboxMessage._meta.db_table
 def relay(staged: Staged) -> list[Message]:
     """Send all messages again, as a relay does when it is time for that; return them."""
     OutboxMessage.objects.using(staged.alias).filter(due_at__isnull=False).update(due_at=Now())
-    with closing(Relay(staged.alias)) as relaying:
-        relaying.relay_batch()
+    relaying = Relay(staged.alias)
+    relaying.relay_batch()
     return staged.take()
 
 

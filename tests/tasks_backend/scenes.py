@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -53,9 +53,9 @@ class ByHand:
 
     def relay(self) -> None:
         """Send what is due, as a relay does."""
-        with closing(Relay(self.alias)) as relay:
-            while relay.relay_batch():
-                pass
+        relay = Relay(self.alias)
+        while relay.relay_batch():
+            pass
 
     def enqueue_and_run(self, task: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a task that was enqueued, and delivered once."""
@@ -100,8 +100,8 @@ class Scene:
 def run_relay(alias: str) -> None:
     """Relay until the process is killed."""
     app.set_current()
-    with closing(Relay(alias)) as relay:
-        relay.run(threading.Event())
+    relay = Relay(alias)
+    relay.run(threading.Event())
 
 
 @contextmanager

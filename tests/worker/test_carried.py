@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,8 @@ def unknown(room: str, alias: str) -> None:
 def run_relay(alias: str) -> None:
     """Relay until the process is killed."""
     app.set_current()
-    with closing(Relay(alias)) as relay:
-        relay.run(threading.Event())
+    relay = Relay(alias)
+    relay.run(threading.Event())
 
 
 @dataclass

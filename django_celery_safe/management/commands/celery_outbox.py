@@ -325,7 +325,6 @@ def run_all(relays: list[Relay], stop: threading.Event, watch: Callable[[], None
         try:
             relay.run(stop)
         finally:
-            relay.close()
             connections[relay.using].close()
 
     with ThreadPoolExecutor(len(relays)) as threads:

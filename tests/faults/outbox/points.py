@@ -19,7 +19,7 @@ from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import commit, publisher
 from django_celery_safe.sending.message_table import MessageTable
 from django_celery_safe.sending.publisher import Publisher
-from django_celery_safe.sending.sender import Sender
+from django_celery_safe.sending.sender import OutboxSender
 from tests.faults.outbox.plan import CUT_OFF, RELAY, SENDER
 
 
@@ -55,7 +55,7 @@ PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
         "after the commit": COMMITTED,
         "inside the publication": Place(publisher, "put", "inside"),
         "after the publication": Place(Publisher, "publish", "after"),
-        "after the delete": Place(Sender, "send_all", "after"),
+        "after the delete": Place(OutboxSender, "send", "after"),
     },
     CUT_OFF: {"after the INSERT": Place(commit, "keep", "after"), "after the commit": COMMITTED},
     RELAY: {

@@ -39,8 +39,8 @@ def hurry() -> None:
     shorter = {
         "LEASE": LEASE,
         "LONGEST_WAIT": LONGEST_WAIT,
-        "PUT_OFF": timedelta(seconds=0.5),
-        "PUT_BEHIND": timedelta(seconds=1),
+        "PUT_OFF": 0.5,
+        "PUT_BEHIND": 1.0,
         "IDLE": 0.05,
     }
     pauses = {"SHORTEST_PAUSE": 0.1, "LONGEST_PAUSE": 0.5, "MINUTE": 0.5}

@@ -50,7 +50,6 @@ def relay() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     relaying = Relay()
     relaying.run(stop)
-    relaying.close()
 
 
 @shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)

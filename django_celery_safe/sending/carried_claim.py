@@ -1,0 +1,98 @@
+"""Claiming a carried message for a run, unless it has ended or another process runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from celery.app.task import Context
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import Error as DatabaseError
+
+from .. import conf
+from ..delivery.copies import resend_later
+from ..delivery.header import Header
+from ..exceptions import ConfigurationError
+from ..foreign_errors import describe_error
+from ..leases.claim import Claim
+from ..leases.clock import clock
+from ..transactions import TRIES
+from .carried_ends import DATABASE_AWAY
+from .followed import NOTHING
+from .message_table import Claimed, MessageTable, message_table
+
+if TYPE_CHECKING:
+    from .carried import Run
+
+
+class MessageClaim(Claim):
+    """
+    The claim of a carried message.
+
+    ``finish()`` writes the result into the row, which stays until the run has ended: if the
+    process dies in between, the next run returns that result and does nothing else.
+    """
+
+    table: MessageTable
+    is_carried = True
+    #: Returns the run of this claim; not the run itself, which has the claim.
+    find_run: Callable[[], Run | None]
+
+    def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
+        key = f"{task.name}[{request.id}]"
+        super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
+        #: What ``finish()`` has recorded.
+        self.text = ""
+
+    def _encode(self, result: Any) -> str:
+        run = self.find_run()
+        follower = None if run is None else run.follower
+        return super()._encode(result) if follower is None else follower.encode(result, self.key)
+
+    def _write_done(self, text: str) -> bool:
+        self.text = text or NOTHING
+        ours: bool = self.table.at(self.name).finish(self.token, self.text)
+        return ours
+
+
+def claim_message(
+    task: Any, request: Context, header: Header
+) -> tuple[MessageClaim, Claimed] | str:
+    """Claim the message; return the claim and its row, or why the message must not run."""
+    alias = header.get("using", DEFAULT_DB_ALIAS)
+    if alias not in connections.settings:
+        raise ConfigurationError(
+            f"The row of this message of {task.name} is in the database {alias!r}, which DATABASES "
+            f"of this worker has not, so it can't know whether the task is to run. Add it there, "
+            f"or let a worker that has it take the queue."
+        )
+    claim = MessageClaim(alias, header["attempt"], task, request)
+    table = claim.table
+
+    def ask() -> Any:
+        for _ in range(TRIES):
+            claim.asked_at = clock.now()
+            claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
+            if claimed is not None:
+                return claimed
+            found = table.find(claim.name)
+            if found is None or found.state not in ("pending", "sent"):
+                break
+            # A stricter isolation level refused the claim, because the sender changed the row.
+        return found
+
+    try:
+        holder = claim.prepare(
+            task, request, f"The task {task.name}", "Put atomic() inside the function."
+        )
+        found = claim.ask(ask)
+    except DatabaseError as error:
+        table.check_migrated(error)
+        resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
+    if isinstance(found, Claimed):
+        return claim, found
+    if found is None:
+        return "its row is gone, so it is done, was discarded, or was rolled back"
+    if found.token == claim.token:  # it was claimed, but the answer got lost
+        return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
+    return "another process runs it" if found.state == "running" else f"it is {found.state}"
