@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 
 from celery._state import get_current_task
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, SoftTimeLimitExceeded, TaskPredicate
 from django.db import Error as DatabaseError
 
@@ -34,7 +35,7 @@ from .capture import Captured, capture
 from .carried_claim import MessageClaim, claim_message
 from .carried_ends import RESENT, NoAnswer, RunEnds
 from .followed import Follower, find_follower
-from .followers import carried_followers, send_followers
+from .followers import carried_followers, end_with_body, send_followers
 from .going_on import ending
 from .message_table import Claimed
 
@@ -131,13 +132,24 @@ class Run(RunEnds):
         if not ours:
             self.claim.raise_lost()
         if goes_on is None and self.follower is None:
-            MESSAGE_DONE.emit(RunEnds, task=self.task.name, task_id=self._task_id)
+            self._emit_done()
 
     def _end_well(self, follow: Callable[[], object] | None) -> bool:
         fault = None if self.follower is None else self.follower.fault
         if fault is None or self.claim.is_finished:
             return self.end(follow) or bool(self.unrun)
         return self._record_fault(fault)
+
+    def end_with(self, follow: Callable[[], object]) -> bool:
+        """End the row together with what follows; return whether the claim still held it."""
+        ours = self.end(follow)
+        if ours:
+            self.claim.end()
+            self._emit_done()
+        return ours
+
+    def _emit_done(self) -> None:
+        MESSAGE_DONE.emit(RunEnds, task=self.task.name, task_id=self._task_id)
 
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
@@ -249,9 +261,12 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
     follow = None
     if run.has_followers and run.resent is None and run.follower is None:
         if not carried_followers(task, request, alias):
-            return  # Celery sends them, and then reports the success
+            # Celery sends them, and then reports the success.
+            end_with_body(task, request, alias, run.end_with)
+            return
         follow = partial(send_followers, task, request, result)
     try:
+        _check_storable(task, request, result)
         run.succeed(follow)
     except (DatabaseError, ClaimLost) as error:
         raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
@@ -314,6 +329,21 @@ def end_run(outcome: Outcome) -> None:
         run.succeed()
     else:
         run.fail(outcome.error)
+
+
+def _check_storable(task: Any, request: Context, result: Any) -> None:
+    """
+    Check that the result backend can take a result, as long as the row can fail because it can't.
+
+    Raises:
+        EncodeError: It can't: Celery would say so after the end of the row.
+    """
+    ignores = vars(request).get("ignore_result")
+    if result is None or (task.ignore_result if ignores is None else ignores):
+        return
+    backend = task.backend
+    if not isinstance(backend, DisabledBackend):
+        backend.encode(backend.prepare_value(result))
 
 
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from celery import states
+from celery.backends.base import DisabledBackend
 from django.db import DEFAULT_DB_ALIAS
 
 from ..databases import Now
@@ -20,7 +22,7 @@ from ..leases.holder import HOST, HeldLock, decode_holder
 from ..transactions import TRIES
 from .carried import end_run
 from .followed import Fault, fail_message, find_follower
-from .message_table import MessageTable, message_table
+from .message_table import ENDED, MessageTable, message_table
 
 #: The error of a message whose task its worker does not know: Celery's name for it.
 NOT_REGISTERED: Final = "NotRegistered"
@@ -71,8 +73,27 @@ def _note(table: MessageTable, outcome: Outcome) -> None:
 def _follow_death(table: MessageTable, outcome: Outcome) -> None:
     """Let a relay send a task whose process was killed again before its lease is over."""
     row = table.find(outcome.header["attempt"])
-    if row is not None and _is_of(outcome, row) and is_dead_soon(outcome.pid or 0):
-        table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
+    if row is None:
+        has_ended = not table.goes_on(outcome.task_id)  # a retry has another attempt
+    else:
+        has_ended = row.state in ENDED
+        if _is_of(outcome, row) and is_dead_soon(outcome.pid or 0):
+            table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
+    if has_ended:
+        _store_failure(outcome)
+
+
+def _store_failure(outcome: Outcome) -> None:
+    """Store a failure, as Celery does, if the row has ended but no result was stored."""
+    task, request = outcome.task, outcome.request
+    backend: Any = task.backend
+    if isinstance(backend, DisabledBackend):
+        return  # the project stores no results
+    if backend.get_state(outcome.task_id) not in states.READY_STATES:
+        stores = not request.ignore_result or task.store_errors_even_if_ignored
+        backend.mark_as_failure(
+            outcome.task_id, outcome.error, request=request, store_result=stores
+        )
 
 
 def _fail(table: MessageTable, outcome: Outcome) -> None:

@@ -12,6 +12,7 @@ import pytest
 from billiard.exceptions import WorkerLostError
 from celery import chain, chord, group
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import (
     Ignore,
@@ -508,20 +509,21 @@ def test_poison_is_not_run_for_ever(carried: Carried) -> None:
     assert carried.row.deaths == 0
 
 
-@pytest.mark.parametrize("kind", ["chain", "callbacks", "group"])
+@pytest.mark.parametrize("kind", ["chain", "callbacks", "group", "chord"])
 def test_what_follows_is_written_as_the_row_ends(carried: Carried, kind: str) -> None:
     """Its rows and the end of the row are one: none sees both, and it is sent after them."""
     begin, *parts = (
         carried.make_task(f"tests.{name}").s().set(using=carried.alias) for name in "abc"
     )
     begin.args = (1,)
-    wanted = ["tests.b"] if kind == "chain" else ["tests.b", "tests.c"]
+    wanted = ["tests.b"] if kind in {"chain", "chord"} else ["tests.b", "tests.c"]
     if kind == "callbacks":
         begin.set(link=parts)
     canvas = {
         "chain": lambda: chain(begin, parts[0]),
         "callbacks": lambda: begin,
         "group": lambda: chain(begin, group(parts)),
+        "chord": lambda: chord([begin], parts[0]),
     }[kind]()
     seen: list[list[str]] = []
 
@@ -546,11 +548,23 @@ def test_what_follows_is_written_as_the_row_ends(carried: Carried, kind: str) ->
     assert carried.mailbox.take() == []
 
 
-def test_the_part_that_sends_the_body_of_a_chord_is_done(carried: Carried) -> None:
-    """Celery sends the body, which is carried too, before the row of the last part ends."""
+def test_the_part_that_sends_the_body_of_a_chord_is_done(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row ends with the send; if the database refuses that once, the body is sent after it."""
     parts = [carried.make_task(f"tests.{name}").s(1).set(using=carried.alias) for name in "ab"]
     body = carried.make_task("tests.body").s().set(using=carried.alias)
+    end_row = carried_module.Run.end
+
+    def refuse_then_end(run: Any, follow: Any = None) -> bool:
+        with transaction.atomic(using=carried.alias):
+            if follow is not None:
+                follow()
+                raise DataError("refused")
+        return end_row(run, follow)
+
     send_on_commit(chord(parts, body), using=carried.alias)
+    monkeypatch.setattr(carried_module.Run, "end", refuse_then_end)
     with hearing(message_done, claim_lost) as told:
         for message in carried.mailbox.take():
             assert carried.mailbox.deliver(message).state == "SUCCESS"
@@ -808,13 +822,15 @@ def test_what_expired_is_not_sent_again(carried: Carried) -> None:
     assert carried.relay() == []
 
 
-def test_a_result_that_can_not_be_stored(carried: Carried) -> None:
-    """The work is done, as its row says; the result says FAILURE, and nothing runs it again."""
+def test_a_result_that_can_not_be_stored_fails_the_row(carried: Carried) -> None:
+    """As it fails the task, which is not retried for it; a result that is ignored harms nothing."""
     carried.body = lambda task: object()
     for options in ({}, {"autoretry_for": (Exception,), "max_retries": 3}):
         task = carried.make_task(f"tests.other{len(options)}", **options)
         assert carried.mailbox.deliver(carried.send(task=task)).state == "FAILURE"
-        assert (carried.mailbox.take(), carried.rows.count()) == ([], 0)
+        assert (carried.row.state, carried.row.error_type) == ("failed", "EncodeError")
+        assert carried.mailbox.take() == []
+        carried.rows.all().delete()
     assert carried.mailbox.deliver(carried.send(ignore_result=True)).state == "SUCCESS"
     assert (len(carried.calls), carried.rows.count()) == (3, 0)
 
@@ -904,3 +920,19 @@ def test_the_task_of_a_killed_process_is_due_at_once(
     assert len(carried.relay()) == is_due
     assert carried.row.deaths == is_due
     assert find_lock(f"sent:{task.lock_name()}") is not None
+
+
+def test_a_death_after_the_end_of_the_task(
+    carried: Carried, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the process had not stored a result a failure is stored, where results are stored."""
+    message = carried.send()
+    carried.mailbox.deliver(message)
+    assert not carried.rows.exists()
+    result = carried.task.AsyncResult(message.id)
+    result.forget()
+    lose(carried, message)
+    assert result.state == "FAILURE"
+    carried.task.backend = DisabledBackend(app=carried.mailbox.app)
+    lose(carried, message)
+    assert [record.message for record in caplog.records if record.exc_info] == []
