@@ -19,6 +19,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Eviction
 from django_celery_safe.locks.stores.redis_cluster import ClusterStore
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, caches_of_cluster, require
@@ -132,6 +133,7 @@ def test_each_client(
     redis_cluster.flush()
     settings.CACHES = caches_by(client)
     assert "redis cluster" in locate().store().where
+    assert locate().store().ask_eviction() == Eviction("noeviction", 0, spares_locks=True)
     locks = [cache_lock(f"lock:{number}", timeout=30) for number in range(10)]
     for lock in locks:
         assert lock.acquire()

@@ -20,7 +20,7 @@ import math
 import random
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -261,11 +261,19 @@ class RedisStore(Store):
 
     def ask_eviction(self) -> Eviction:
         with self.errors(action := "tell how it evicts keys"):
-            text = self._connections.ask(("INFO", "memory"))[0].decode()
-            info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-            if (policy := info.get("maxmemory_policy")) is None:
-                raise LockBackendError(self.where, action, "its INFO says nothing of it")
-            return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
+            found = [
+                Eviction(policy, int(info.get("maxmemory", 0)), policy == "noeviction")
+                for info in self._ask_memory()
+                if (policy := info.get("maxmemory_policy")) is not None
+            ]
+        if not found:
+            raise LockBackendError(self.where, action, "its INFO says nothing of it")
+        return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
+
+    def _ask_memory(self) -> Iterable[Mapping[str, Any]]:
+        """Return what INFO says of the memory, for each server."""
+        lines = self._connections.ask(("INFO", "memory"))[0].decode().splitlines()
+        return [dict(line.split(":", 1) for line in lines if ":" in line)]
 
     def ask_refused(self) -> list[str]:
         own = self.make_keys(f"doctor:{uuid.uuid4().hex}").lock

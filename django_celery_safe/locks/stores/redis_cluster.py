@@ -99,6 +99,10 @@ class ClusterClient:
         except (exceptions.ConnectionError, exceptions.ClusterDownError):
             return self._send(*command), True
 
+    def ask_memory(self) -> list[dict[str, Any]]:
+        """Return what INFO says of the memory of each primary."""
+        return list(self._client.info("memory", target_nodes=self._client.PRIMARIES).values())
+
     def _send(self, *command: Any, **options: Any) -> Any:
         return self._client.execute_command(*command, NEVER_DECODE=True, **options)
 
@@ -134,6 +138,9 @@ class ClusterStore(RedisStore):
             for place, outcome in zip(places, outcomes, strict=True):
                 extended[place] = outcome
         return extended
+
+    def _ask_memory(self) -> list[dict[str, Any]]:
+        return self._connections.ask_memory()  # type: ignore[no-any-return]
 
     def part(self, name: str) -> object:
         node = self._connections.node_of(self._keys(name).listing)
