@@ -7,13 +7,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import product
 from json.encoder import encode_basestring_ascii as _quoted
 from types import NoneType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from django.utils.translation import gettext as _
 
@@ -276,7 +275,7 @@ GARBLED: Final = (ValueError, TypeError, RecursionError)
 def decode_holder(text: str, lock: HeldLock) -> HeldLock:
     """Return ``lock`` with the name and holder in the text; unchanged if the text is garbled."""
     try:
-        return decode_holders([text], [(lock.token, lock.remaining, lock.fence)])[0]
+        return _described(lock, json.loads(text))
     except GARBLED:
         return lock
 
@@ -285,21 +284,6 @@ def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
     """Return the lock whose value is ``text``: its token, directly followed by its holder."""
     lock = HeldLock(name, text[:TOKEN_LENGTH], remaining)
     return decode_holder(text[TOKEN_LENGTH:], lock)
-
-
-#: What a store keeps of a lock outside the holder's text: token, remaining time and fence.
-Head: TypeAlias = tuple[str, float | None, int | None]
-
-
-def decode_holders(texts: Sequence[str], heads: Sequence[Head]) -> list[HeldLock]:
-    """
-    Return a lock for each head, with the name and holder from the text at the same position.
-
-    Raises:
-        One of GARBLED: At least one text was not written by this app.
-    """
-    decoded = json.loads(f"[{','.join(texts)}]")
-    return [_described(head, fields) for fields, head in zip(decoded, heads, strict=True)]
 
 
 #: The types of all fields that this app writes.
@@ -311,7 +295,7 @@ _LATER: Final = None, None, 1
 _FIRST: Final = 7
 
 
-def _described(head: Head, fields: list[Any]) -> HeldLock:
+def _described(lock: HeldLock, fields: list[Any]) -> HeldLock:
     # In a rolling deployment, another version may write fewer or more fields.
     fields = [*fields, *_LATER[max(0, len(fields) - _FIRST) :]]
     name, *about, limit = fields[: _FIRST + len(_LATER)]
@@ -326,7 +310,7 @@ def _described(head: Head, fields: list[Any]) -> HeldLock:
         raise TypeError("not written by this app")
     if holder.arguments is not None and not conf.get("SHOW_ARGUMENTS"):
         holder = holder._replace(arguments=None)
-    return HeldLock(name, *head, holder, limit)
+    return lock._replace(name=name, holder=holder, limit=limit)
 
 
 HOST: Final = socket.gethostname()
