@@ -28,14 +28,14 @@ from ..exceptions import (
     IdempotencyConflict,
     InvalidResult,
 )
-from ..foreign_errors import describe_error
+from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease_table import LeaseTable
 from ..sending.housekeeping import Pruning, add_pruning
 from ..texts import get_logger
-from ..transactions import TRIES
+from ..transactions import TRIES, reconnect
 from ..values import decode
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class RecordClaim(Claim):
         self.asked = False
         #: Why the result can't be stored; "": it can.
         self._error = ""
+        self._sends_before = 0
 
     def __bool__(self) -> bool:
         self.asked = True
@@ -153,17 +154,27 @@ class RecordClaim(Claim):
         holder = self.prepare(task, request, what, instead)
         try:
             found = self._take(holder)
-        except DatabaseError as error:
-            self.table.check_migrated(error)
+            if isinstance(found, HeldLock):
+                return found
+            if found is None:
+                self.is_repeat = True
+                self._emit(CLAIM_REPEATED)
+            else:
+                self.asked_at, self._sends_before = found, _count_own_sends()
+                self.begin()
+        except CelerySafeError:
             raise
-        if isinstance(found, HeldLock):
-            return found
-        if found is None:
-            self.is_repeat = True
-            self._emit(CLAIM_REPEATED)
-        else:
-            self.asked_at = found
-            self.begin()
+        except BaseException as error:
+            interrupted = find_soft_time_limit(error)
+            if interrupted is None and isinstance(error, DatabaseError):
+                self.table.check_migrated(error)
+                raise
+            # A soft time limit, or no thread could be started. The claim may have been written.
+            reconnect(self.table.alias)  # it may have been interrupted anywhere
+            self._record_failed("interrupted before it began")
+            if interrupted is None:
+                raise
+            raise interrupted from error
         return None
 
     def succeed(self, result: Any = None) -> None:
@@ -181,7 +192,7 @@ class RecordClaim(Claim):
             if not self.is_of_parent():
                 self.check_committed()
             return
-        if _has_resent_itself() and not self.is_of_parent():
+        if _count_own_sends() > self._sends_before and not self.is_of_parent():
             self.end()
             self.fail(Retry("The task has re-sent itself"))
             return
@@ -277,14 +288,15 @@ class RecordClaim(Claim):
         event.emit(Claim, key=self.key, task_id=None if task is None else task.request.id, **fields)
 
 
-def _has_resent_itself() -> bool:
-    """Return whether the task that runs here has re-sent itself, as ``retry(throw=False)`` does."""
+def _count_own_sends() -> int:
+    """Return how often the task that runs here has re-sent itself, as ``retry(throw=False)``."""
     task = get_current_task()
     if task is None:
-        return False
+        return 0
     request: Any = task.request
     # With trail=False there are no children.
-    return hasattr(request, "safe_retries") or any(one.id == request.id for one in request.children)
+    again: int = sum(one.id == request.id for one in request.children)
+    return again + int(getattr(request, "safe_retries", 0))
 
 
 def record_table(using: str | None = None) -> RecordTable:

@@ -290,10 +290,11 @@ class HeldRow(ABC):
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
-            ours = self._is_committed = self.ask(
+            ours = self.ask(
                 # It may be repeated, because the answer of an attempt that was written was lost.
                 lambda: self._write_done(text) or bool(self._rows().is_done_by(self.token))
             )
+            self._is_committed = ours and not self._is_left_open()
         if not ours:
             self.raise_lost()
         self.is_finished = True

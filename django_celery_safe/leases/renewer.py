@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..texts import get_logger
 from . import reports
@@ -39,6 +39,10 @@ LINGER: Final = 10.0
 LONGEST_FINISH: Final = 5.0
 
 
+#: A store, its part, and the binary order of magnitude of the leases.
+LaneKey: TypeAlias = tuple[LeaseStore, object, int]
+
+
 class Renewer:
     """Renews leases, on threads that it starts when they are needed."""
 
@@ -54,19 +58,20 @@ class Renewer:
         #: Leases that a lane's thread is renewing at the moment.
         self.renewing: dict[Lane, list[Lease[Any]]] = {}
         #: By the store, and the part of the store that keeps the leases.
-        self.lanes: dict[tuple[LeaseStore, object], Lane] = {}
+        self.lanes: dict[LaneKey, Lane] = {}
 
     def add(self, lease: Lease[Any]) -> None:
         """Renew ``lease`` from now on; call it again when its length has changed."""
-        store = lease.store
-        key = store, store.part(lease.name) if store.has_parts else None
+        store, (_, magnitude) = lease.store, math.frexp(lease.seconds)
+        key = store, store.part(lease.name) if store.has_parts else None, magnitude
         with self.mutex:
-            self.drop(lease)
-            lane = self.lanes.get(key)
+            before, lane = self.drop(lease), self.lanes.get(key)
             if lane is None:
                 lane = self.lanes[key] = Lane(self, key)
             lease.lane = lane
             lane.add(lease)
+            if before is not None:
+                before.close_if_idle()
 
     def remove(self, lease: Lease[Any]) -> None:
         """Stop renewing ``lease``; if it was its thread's last lease, close the connection."""
@@ -90,11 +95,11 @@ class Renewer:
         It waits for no renewal, whose answer may take longer. If the length changes, the lease is
         not renewed until it is added again.
         """
-        before = lease.seconds
+        before, lane = lease.seconds, None
         with self.mutex:
             # Of two requests for different lengths, the store may get either one last.
             if seconds != before:
-                self.drop(lease)
+                lane = self.drop(lease)
             overlaps = self._is_renewing(lease)
         asked_at = clock.now()
         # If the answer is lost, the lease has the old or the new length: trust the shorter.
@@ -112,12 +117,14 @@ class Renewer:
                 lease.began(asked_at - max(0.0, seconds - before) * overlaps)
             elif outcome and asked_at > lease.asked_at:
                 lease.began(asked_at)
+            elif not outcome and lane is not None:
+                lane.close_if_idle()
         return bool(outcome)
 
     def forget(self, kind: type[LeaseStore]) -> None:
         """Stop renewing all leases in stores of a type, before their memory is cleared."""
         with self.mutex:
-            for (store, _), lane in list(self.lanes.items()):
+            for (store, *_), lane in list(self.lanes.items()):
                 if isinstance(store, kind):
                     for lease in list(lane.leases):
                         self.drop(lease)
@@ -136,12 +143,12 @@ class Renewer:
 
 class Lane:
     """
-    Leases in one store, or part of a store, and the thread that renews them.
+    Leases of similar length in one store, or part of a store, and the thread that renews them.
 
     Whoever calls ``add`` or ``close_if_idle``, or changes ``leases``, holds the renewer's mutex.
     """
 
-    def __init__(self, renewer: Renewer, key: tuple[LeaseStore, object]) -> None:
+    def __init__(self, renewer: Renewer, key: LaneKey) -> None:
         self._renewer, self._store, self._key = renewer, key[0], key
         self._mutex = renewer.mutex
         #: A condition on the same mutex; ``with`` is faster on the mutex than on a condition.

@@ -6,6 +6,7 @@ Runs of stages and their steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -207,6 +208,16 @@ class StageRun(ListedRow):
         if alias is None or alias == router.db_for_read(StageRun):
             return router.db_for_write(StageRun)
         return alias
+
+    def refresh_from_db(
+        self,
+        using: str | None = None,
+        fields: Iterable[str] | None = None,
+        from_queryset: models.QuerySet[Any] | None = None,
+    ) -> None:
+        """Reload the run, like Django's, but from its own database: a replica may be behind."""
+        using = self._state.db if using is None else using
+        super().refresh_from_db(using, fields, from_queryset)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False

@@ -45,10 +45,12 @@ OUT_OF_ORDER: Final = {
 OUT_OF_ORDER_TEXT: Final = ("MISCONF", "NOREPLICAS")
 #: How many times, and with which pauses in s, kombu and Celery retry: never.
 ONCE: Final = {"max_retries": 0, "interval_start": 0, "interval_step": 0, "interval_max": 0}
+#: How many connections a relay keeps if ``broker_pool_limit`` is 0 or None.
+RELAY_LIMIT: Final = 10
 #: Fraction of the allowed time that one wait may take, to leave time for everything else.
 ONE_WAIT: Final = 0.9
 
-_pools: WeakKeyDictionary[Celery, dict[float, ProducerPool]] = WeakKeyDictionary()
+_pools: WeakKeyDictionary[Celery, dict[tuple[float, bool], ProducerPool]] = WeakKeyDictionary()
 _opening = threading.Lock()
 #: Monotonic time until which a broker that did not answer is not tried again.
 _silent_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
@@ -96,7 +98,7 @@ def bounded_producer(app: Celery, seconds: float, *, patient: bool = False) -> I
     """
     if not patient and time.monotonic() < _silent_until.get(app, 0.0):
         raise BrokerGone(OperationalError("the broker was silent a moment ago"))
-    with _borrow(app, seconds) as producer:
+    with _borrow(app, seconds, patient) as producer:
         try:
             # A relay records the broker's own error.
             wrapping = nullcontext if patient else producer.connection._reraise_as_library_errors
@@ -151,9 +153,9 @@ def drop(connection: Any) -> None:
         connection.collapse()
 
 
-def _borrow(app: Celery, seconds: float) -> Any:
+def _borrow(app: Celery, seconds: float, patient: bool) -> Any:
     try:
-        pool = _find_pool(app, seconds)
+        pool = _find_pool(app, seconds, patient)
         return pool.acquire(block=True, timeout=seconds * (1 - ONE_WAIT))
     except SoftTimeLimitExceeded:
         raise
@@ -167,14 +169,15 @@ def _borrow(app: Celery, seconds: float) -> Any:
         raise BrokerGone(error) from error
 
 
-def _find_pool(app: Celery, seconds: float) -> ProducerPool:
+def _find_pool(app: Celery, seconds: float, patient: bool) -> ProducerPool:
     with _opening:
         pools = _pools.setdefault(app, {})
-        if seconds not in pools:
-            limit = app.conf.broker_pool_limit
+        if (key := (seconds, patient)) not in pools:
+            # Without a limit each publication has a connection of its own: not in a relay.
+            limit = app.conf.broker_pool_limit or (RELAY_LIMIT if patient else None)
             connections = _bounded_connection(app, seconds * ONE_WAIT).Pool(limit)
-            pools[seconds] = ProducerPool(connections=connections, limit=limit)
-        return pools[seconds]
+            pools[key] = ProducerPool(connections=connections, limit=limit)
+        return pools[key]
 
 
 def is_backend_gone(app: Celery, error: BaseException) -> bool:

@@ -124,9 +124,13 @@ class RunEnds(ABC):
     def _record_fault(self, fault: Fault) -> bool:
         """Fail the row and what follows it; return whether the claim still held the row."""
         row, token = self.claim.table.at(self.claim.name), self.claim.token
+
+        def was_written() -> bool:
+            gone = not row.exists()
+            return gone if self.follower else row.failed().filter(error_type=fault.type).exists()
+
         return self.claim.end_by(
-            lambda: fail_message(self.follower, self._task_id, row, token, fault),
-            lambda: self.claim.table.has_ended(self.claim.name),
+            lambda: fail_message(self.follower, self._task_id, row, token, fault), was_written
         )
 
     def _let_wait(self, fault: Fault) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from celery._state import get_current_task
@@ -156,7 +157,8 @@ def send_unless_duplicate(
         given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
         sent.append(send({**options, "task_id": headers["id"], "headers": given}))
 
-    held = publish_once(headers, publish, again=again, header=header)
+    runs = partial(getattr, task.app.conf, "task_always_eager")
+    held = publish_once(headers, publish, again=again, header=header, runs=runs)
     result = sent[0] if sent else _make_result(task, headers["id"], options)
     settle(result, headers, held)
     if again:
@@ -229,6 +231,7 @@ def publish_once(
     *,
     again: bool = False,
     header: Header | None = None,
+    runs: Callable[[], bool] = lambda: False,
 ) -> HeldLock | None:
     """
     Publish a message, and take the lock that keeps the same message from being sent again.
@@ -241,6 +244,7 @@ def publish_once(
         publish: Publishes the message, with these headers.
         again: Whether this very message may have been published before.
         header: Our header among them; None: read it.
+        runs: Returns whether ``publish`` runs the task, so that its error may be the task's.
 
     Returns:
         None if the message was published; otherwise the lock of the message sent before.
@@ -266,7 +270,8 @@ def publish_once(
             publish()
         except BaseException:
             headers[HEADER] = header
-            sent.move(0)
+            if not (sent.is_period and runs()):
+                sent.move(0)
             raise
         return None
     first = held.holder.task_id

@@ -299,6 +299,7 @@ class Relay:
                 [one.message for one in free], lambda _: self._record_sent(next(waiting))
             )
         unavailable: dict[str, str] = {}
+        put_off: dict[str, list[int]] = {}
         for one in claimed:
             if one.row.pk not in self._left:
                 continue
@@ -311,7 +312,9 @@ class Relay:
                 self._publish_one(publisher, one)
             except PutOff as error:
                 unavailable[one.needs] = str(error)
-                self._put_off([one.row.pk], str(error))
+                put_off.setdefault(one.needs, []).append(one.row.pk)
+        for needs, ids in put_off.items():
+            self._put_off(ids, unavailable[needs])
 
     def _publish_one(self, publisher: Publisher, one: ClaimedMessage) -> None:
         """

@@ -122,7 +122,8 @@ class Sender:
     def send(self, send: Send) -> None:
         """Send the messages of a call."""
         for message in send.captured.messages:
-            self._send(send, message)
+            if self._send(send, message):
+                self._announce(message)
         if self._limit is not None:
             raise self._limit
 
@@ -149,8 +150,6 @@ class Sender:
             return None
         if send.result is not None and send.result.id == message.task_id:
             settle(send.result, message.options["headers"], duplicate)
-        if duplicate is None and now:
-            self._announce(message)
         return duplicate is None
 
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
@@ -275,6 +274,8 @@ class OutboxSender(Sender):
         elif is_sent is not None:
             again = resend_delay(message) if is_sent and message.attempt else None
             sent[pk] = Next(again)
+        if is_sent and wait is None:
+            self._announce(message)
 
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
         if self._limit is not None:

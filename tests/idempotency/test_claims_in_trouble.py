@@ -1,6 +1,7 @@
 """Claims whose holder dies or stands still, and whose database is slow, gone and back."""
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from celery.exceptions import Reject
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
 from psycopg import sql
 
@@ -268,6 +269,36 @@ def coming_first(
         assert inside.wait(30)
         yield
         first.result()
+
+
+def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> None:
+    """Not as the error of the connection that it cut off, which can be used afterwards."""
+    records = IdempotencyRecord.objects.using(postgres_alias)
+    has_left = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    def limit() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert has_left.wait(30)
+        transaction.set_rollback(True, using=postgres_alias)
+
+    def follow_it() -> bool:
+        # The server may have gone on with the claim; then a dead one is there for its lease.
+        records.update(ends_at=Now() - LONG)
+        return try_once(postgres_alias, "of the second")
+
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with coming_first(postgres_alias, lambda: add_first(records), waited=limit):
+            with pytest.raises(SoftTimeLimitExceeded), idempotent(KEY, using=postgres_alias):
+                pytest.fail("the block ran")
+            has_left.set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    wait_for(follow_it, 30, "it can't be done")
+    assert result_of_repeat(postgres_alias) == "of the second"
 
 
 @pytest.mark.parametrize("way", ["end", "raise", "finish"])

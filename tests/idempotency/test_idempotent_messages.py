@@ -304,6 +304,23 @@ def test_a_retry_that_is_not_raised_does_it(
     assert done == [7]
 
 
+def test_a_block_after_a_retry_that_was_not_raised_is_done(mailbox: Mailbox, db: None) -> None:
+    """The retry was sent before the block began, and says nothing about it."""
+    done: list[str] = []
+
+    def work(task: Any) -> None:
+        if task.request.retries == 0:
+            task.retry(countdown=0, throw=False)
+        with idempotent("after") as claim:
+            if claim:
+                done.append(task.request.id)
+
+    mailbox.task(work, name=NAME, bind=True, base=SafeTask).delay()
+    for _ in range(2):
+        mailbox.deliver(mailbox.take_one())
+    assert len(done) == 1
+
+
 def test_a_retry_without_delay_waits_for_the_end_of_its_run(
     mailbox: Mailbox, make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,18 +202,23 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     assert (lease.lost, [one for one in told if "'released'" in repr(one)]) == (False, [])
 
 
-def test_a_renewal_that_hangs_holds_up_no_other(clock: HeldClock, settings: Settings) -> None:
-    """While a store does not answer, leases elsewhere are renewed."""
+@pytest.mark.parametrize(
+    ("cache", "seconds"), [("second", LEASE), ("default", 1000)], ids=["store", "length"]
+)
+def test_a_renewal_that_hangs_holds_up_no_other(
+    cache: str, seconds: float, clock: HeldClock, settings: Settings
+) -> None:
+    """While a store does not answer, leases elsewhere are renewed, and much longer ones there."""
     memory = "django.core.cache.backends.locmem.LocMemCache"
     settings.CACHES = {
         alias: {"BACKEND": memory, "LOCATION": alias} for alias in ("default", "second")
     }
-    hangs, other = (cache_lock(name, timeout=LEASE) for name in ("hangs", "other"))
+    hangs, other = cache_lock("hangs", timeout=LEASE), cache_lock("other", timeout=seconds)
     with hangs:
-        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "second"}
+        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}
         hang = hanging("extend", lambda renewals, *within: renewals[0].name == "hangs")
         with other, hang as extend:
             for _ in range(4):
-                clock.jump(LEASE / 2, settle=False)
+                clock.jump(seconds / 2, settle=False)
                 assert extend.began.wait(30)
-                wait_for(lambda: other.remaining == LEASE, 30, "it is not renewed")
+                wait_for(lambda: other.remaining == seconds, 30, "it is not renewed")

@@ -452,3 +452,16 @@ def test_the_commit_finds_the_duplicates_of_eager_tasks(mailbox: Mailbox) -> Non
     assert [one.is_duplicate for one in (first, again, other)] == [False, True, False]
     assert (again.id, runs) == (first.id, [5, 6])
     assert task.delay(5).is_duplicate
+
+
+def test_a_period_holds_whatever_became_of_an_eager_run(mailbox: Mailbox) -> None:
+    """An error that leaves the call does not let the next one run."""
+    mailbox.app.conf.update(task_always_eager=True, task_eager_propagates=True)
+
+    def fail() -> None:
+        raise ValueError
+
+    task = mailbox.task(single_instance(unique_until=600)(fail), base=SafeTask, name="tests.fails")
+    with pytest.raises(ValueError):  # noqa: PT011 - the task's own
+        task.delay()
+    assert task.delay().is_duplicate
