@@ -28,7 +28,7 @@ LIMITS: Final = {
     "relay of one": 18,
     "do_once": 5,
     "idempotent run": 34,
-    "start": 43,
+    "start": 44,
     "step and next stage": 91,
     "last step": 61,
 }
