@@ -102,7 +102,7 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_553,
+        14_561,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
     Part("tests", "lines", 33_137, lambda: sum_code("tests")),

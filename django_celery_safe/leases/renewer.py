@@ -23,6 +23,8 @@ from .lease import Lease
 from .store import LeaseStore, Renewal
 
 logger = get_logger(__name__)
+#: Shortest pause before a renewal that had to wait for another request, s.
+SHORTEST_PAUSE: Final = 0.05
 #: A failed renewal is retried when this part of the lease has passed since the failed request.
 RETRY_AFTER: Final = 1 / 10
 #: A thread waits for an answer for this part of its shortest lease at most, if the store can.
@@ -81,11 +83,12 @@ class Renewer:
 
     def drop(self, lease: Lease[Any]) -> Lane | None:
         """Take a lease from its lane, and return the lane; None: it has none in this process."""
-        lane, lease.lane = lease.lane, None
+        lane = lease.lane
         # After a fork, a lease may be the parent's, whose threads do not run in this process.
         if lane is None or lease.pid != os.getpid():
             return None
-        lane.leases.discard(lease)
+        lane.leases.discard(lease)  # first: a signal handler may raise on any line
+        lease.lane = None
         return lane
 
     def extend(self, lease: Lease[Any], seconds: float) -> bool:
@@ -300,7 +303,14 @@ class Lane:
         """Extend leases in one request."""
         with self._mutex:
             # Skip leases that were removed in between: the holder may have locked the row.
-            leases = [lease for lease in leases if lease.lane is self]
+            ours = [lease for lease in leases if lease.lane is self]
+            # Later, those with a request of another lane under way: the store may get it last.
+            busy = set[Lease[Any]]().union(*self._renewer.renewing.values())
+            leases = [lease for lease in ours if lease not in busy]
+            for lease in busy.intersection(ours):
+                pause = max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
+                lease.renew_at = clock.now() + pause
+                self._wakes_at = min(self._wakes_at, lease.renew_at)
             asked = [Renewal(lease.name, lease.token, lease.seconds) for lease in leases]
             self._renewer.renewing[self] = leases
             self._is_connected |= self._store.connects_threads

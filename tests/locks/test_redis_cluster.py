@@ -227,7 +227,7 @@ def test_a_silent_node_costs_no_lease_in_others(
     silent = fragile.nodes[1]
     locks = {node: cache_lock(name_at(fragile, node), timeout=300) for node in fragile.nodes}
     assert all(lock.acquire() for lock in locks.values())
-    parts = {part for store, part in renewer.lanes if store is locate().store()}
+    parts = {part for store, part, _ in renewer.lanes if store is locate().store()}
     assert parts == {(node.host, node.port) for node in fragile.nodes}
     others = [lock for node, lock in locks.items() if node is not silent]
     with silent.silence():
