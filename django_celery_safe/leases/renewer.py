@@ -53,7 +53,7 @@ class Renewer:
 
     def forget_parent(self) -> None:
         """Start empty: a parent's leases, threads and mutex do not belong to this process."""
-        #: Of all renewing threads; no thread holds it during a request to a store.
+        #: The mutex of all renewing threads; no thread holds it during a request to a store.
         self.mutex = threading.RLock()
         #: Notified when a lane has finished a request or its connection state has changed.
         self.changed = threading.Condition(self.mutex)

@@ -58,9 +58,9 @@ class RunEnds(ABC):
         has_begun: Whether the task itself has begun, as far as is known here.
         returned: The task's return value as JSON, for a row that is kept; "": the value is not
             recorded.
-        follower: What of this package follows the message; None: nothing.
+        follower: What the message belongs to, such as a step; None: nothing.
         unrun: Why the follower does not let the task be called; "": it does.
-        held: What names the claim of this run in a statement.
+        held: The name and the token of this run's claim, for statements.
     """
 
     claim: MessageClaim
