@@ -216,7 +216,7 @@ NOTHING: Final[dict[str, Any]] = {}
 def given() -> dict[str, Any]:
     """Return the project's settings dict, unchanged."""
     # Django keeps no outcome for a setting that a project does not have, and each run asks.
-    inner = settings._wrapped  # type: ignore[misc]
+    inner = object.__getattribute__(settings, "_wrapped")  # Django's own way is a call more
     value = getattr(settings if inner is empty else inner, NAME, NOTHING)
     if not isinstance(value, dict):
         raise ConfigurationError(f"{NAME} is {value!r}; it has to be a dict of settings.")

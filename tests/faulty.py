@@ -13,7 +13,7 @@ from typing import Any
 from django.core.cache.backends.redis import RedisCache
 
 from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
-from django_celery_safe.leases.store import Renewable
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.redis import RedisStore
@@ -98,7 +98,7 @@ class OneTooManyStore(RedisStore):
 class RevivingStore(RedisStore):
     """Lets a lease that is over begin again, though others may have held the lock since."""
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         """Write the key anew if there is none."""
         extended = super().extend(renewals, within)
         return [

@@ -40,7 +40,7 @@ from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
 from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
-from ..locks.acquisition import LockOptions
+from ..locks.acquisition import LockOptions, Mine
 from ..locks.stores import get_store
 from ..texts import get_logger
 from .keys import call_key
@@ -90,7 +90,8 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, options, header, args, kwargs)
-    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit))
+    # Only this thread sees it.
+    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
     lock.function = guarded.function
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
     if message is None:

@@ -33,7 +33,7 @@ from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
 from ..leases.clock import clock
 from ..leases.holder import Holder
-from ..leases.lease import Lease, Owner
+from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
@@ -130,7 +130,7 @@ class SentLock:
         """
         self._store, is_carried, lock.along = run_lease.store, lock.along is None, None
         if options.unique_until != "start":
-            if run_lease.owner is not None:
+            if run_lease.lock is not None:
                 self._renew(run_lease.seconds, asks=not is_carried)
         elif is_carried:
             self.settled = True
@@ -145,13 +145,13 @@ class SentLock:
     def _renew(self, seconds: float, *, asks: bool = True) -> None:
         store, seconds = self._store, min(seconds, self.timeout)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
-        owner = Owner(alive := weakref.ref(self), alive, alive)
-        lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None, owner)
+        facts, alive = (self.name, self.token, seconds, clock.now()), weakref.ref(self)
+        lease = Lease(store, *facts, lambda *lost: None, lock=alive, thread=alive)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)
         try:
-            if asks and not store.extend([lease])[0]:
+            if asks and not store.extend([Renewal(self.name, self.token, seconds)])[0]:
                 self._stop_renewing()
         except CelerySafeError as error:
             self._emit_not_moved(error)

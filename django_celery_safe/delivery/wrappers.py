@@ -33,8 +33,12 @@ def wrap_run(task: Any) -> Function:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         request = task.request  # read once, because it costs more than the rest
         found = find_ours(request)
-        asks = isinstance(found, Mapping) and any(field in found for field, _ in WRAPPERS)
-        if not asks or (request := find_request(task, run)) is None:
+        if (
+            found is None
+            or not isinstance(found, Mapping)
+            or not any(field in found for field, _ in WRAPPERS)
+            or (request := find_request(task, run)) is None
+        ):
             return run(*args, **kwargs)
         header, inner = get_header(request), run
         for field, path in reversed(WRAPPERS):

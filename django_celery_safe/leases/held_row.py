@@ -28,7 +28,7 @@ from ..texts import get_logger
 from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from .clock import clock
 from .holder import HeldLock, describe_claimer, holder_text
-from .lease import Lease, Owner
+from .lease import Lease
 from .lease_table import LeaseTable
 from .renewer import renewer
 
@@ -124,8 +124,8 @@ class HeldRow(ABC):
     def begin(self) -> None:
         """Start renewing the lease; the row has already been claimed."""
         alive = weakref.ref(self)  # it is renewed as long as anything refers to the claim
-        owner, facts = Owner(alive, alive, alive), (self.name, self.token, self.seconds)
-        self.lease = Lease(self.table, *facts, self.asked_at, self._report_lost, owner)
+        facts = (self.name, self.token, self.seconds, self.asked_at, self._report_lost)
+        self.lease = Lease(self.table, *facts, lock=alive, thread=alive)
         if self._renews:
             renewer.add(self.lease)
         self.is_held = True

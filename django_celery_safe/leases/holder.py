@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from datetime import UTC, datetime
-from functools import lru_cache
 from itertools import product
 from json.encoder import encode_basestring_ascii as _quoted
 from types import NoneType
@@ -37,8 +36,8 @@ NO_ARGUMENTS: Final = frozenset({"", "()", "[]", "{}"})
 #: first place has the lock's own name.
 PLACE: Final = ":place:"
 
-#: Latest believable time, seconds since the epoch (the year 5138).
-LATEST: Final = 1e11
+#: Latest believable time, ms since the epoch (the year 5138).
+LATEST: Final = 1e14
 
 
 class Holder(NamedTuple):
@@ -221,7 +220,6 @@ def holder_text(lock: HeldLock | None) -> str:
     return "" if lock is None else str(lock.holder)
 
 
-@lru_cache(maxsize=128)  # each use of a record asks several times for one name
 def plain_name(name: str) -> str:
     """
     Return the form of a lock's name that is used in a key.
@@ -260,10 +258,11 @@ def encode_holder(name: str, holder: Holder, limit: int = 1) -> str:
     task = "null" if holder.task is None else _quoted(holder.task)
     task_id = "null" if holder.task_id is None else _quoted(holder.task_id)
     arguments = "null" if holder.arguments is None else _quoted(holder.arguments)
-    lease = "null" if holder.lease is None else repr(holder.lease)
+    # Whole milliseconds: the text of a float takes as long as all of the rest.
+    lease = "null" if holder.lease is None else int(holder.lease * 1000)
     more = "" if limit == 1 else f",{limit}"
     return (
-        f"[{_quoted(name)},{_quoted(holder.host)},{holder.pid},{holder.since!r},"
+        f"[{_quoted(name)},{_quoted(holder.host)},{holder.pid},{int(holder.since * 1000)},"
         f"{'true' if holder.renewed else 'false'},{task},{task_id},{arguments},{lease}{more}]"
     )
 
@@ -288,28 +287,23 @@ def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
 
 #: The types of all fields that this app writes.
 _WRITTEN: Final = frozenset(
-    product((str,), (str,), (int,), (float,), (bool,), *[(str, NoneType)] * 3, (float, NoneType))
+    product((str,), (str,), (int,), (int,), (bool,), *[(str, NoneType)] * 3, (int, NoneType))
 )
-#: Arguments, lease and limit of a text without them, and the place of the first among its fields.
-_LATER: Final = None, None, 1
-_FIRST: Final = 7
 
 
 def _described(lock: HeldLock, fields: list[Any]) -> HeldLock:
-    # In a rolling deployment, another version may write fewer or more fields.
-    fields = [*fields, *_LATER[max(0, len(fields) - _FIRST) :]]
-    name, *about, limit = fields[: _FIRST + len(_LATER)]
-    holder = Holder._make(about)
+    # In a rolling deployment, a newer version may write more fields.
+    *facts, limit = [*fields, 1][:10]
     # One look-up of all types takes half the time of a check of each field.
-    if (
-        (type(name), *map(type, about)) not in _WRITTEN
-        or not 0 <= holder.since < LATEST
-        or (holder.lease is not None and not 0 < holder.lease <= conf.LONGEST_LEASE)
-        or type(limit) is not int
-    ):
+    if tuple(map(type, facts)) not in _WRITTEN or type(limit) is not int:
         raise TypeError("not written by this app")
-    if holder.arguments is not None and not conf.get("SHOW_ARGUMENTS"):
-        holder = holder._replace(arguments=None)
+    name, host, pid, since, renewed, task, task_id, shown, lease = facts
+    if not (0 <= since < LATEST and (lease is None or 0 < lease <= conf.LONGEST_LEASE * 1000)):
+        raise ValueError("not written by this app")
+    seconds = None if lease is None else lease / 1000
+    if shown is not None and not conf.get("SHOW_ARGUMENTS"):
+        shown = None
+    holder = Holder(host, pid, since / 1000, renewed, task, task_id, shown, seconds)
     return lock._replace(name=name, holder=holder, limit=limit)
 
 

@@ -1,4 +1,4 @@
-"""The holder's view of a lease, and the owner of the lease."""
+"""The holder's view of a lease."""
 
 from __future__ import annotations
 
@@ -24,30 +24,6 @@ S = TypeVar("S", bound=LeaseStore)
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
-    """
-    The owner of a lock: the object that can release the lock, its thread and its task.
-
-    Attributes:
-        lock: The lock object.
-        thread: An object that lives as long as the thread.
-        run: The request of the running task, which lives as long as the run; None: no task.
-    """
-
-    lock: weakref.ref[Any]
-    thread: weakref.ref[Any]
-    run: weakref.ref[Any] | None
-
-    def find_end(self) -> str | None:
-        """Return, as a clause, which owner ended without a release; None: none has ended."""
-        if self.thread() is None:
-            return "the thread that took it ended without releasing it"
-        if self.run is not None and self.run() is None and self.lock() is None:
-            return "the task that took it ended without releasing it"
-        return None
-
-
-@dataclass(slots=True, eq=False)
 class Lease(Generic[S]):
     """
     The holder's view of a lease.
@@ -63,9 +39,11 @@ class Lease(Generic[S]):
         on_lost: Called with the lease and the new holder's lock, or None, by the
             thread that finds that the lease is no longer ours. It must not refer to
             the holder's object.
-        owner: The lock's owner: the lease is renewed until it is removed, or until the owner
-            ends. None: until it is removed.
         fence: The number of the acquisition; None: the store has no fences.
+        lock: The object that can release the lock; it is renewed until it is removed, or until
+            its thread or run has ended. None: it is not renewed.
+        thread: An object that lives as long as the thread that took it.
+        run: The request of the running task, which lives as long as the run; None: no task.
         lane: The lane whose thread renews the lease; None: it is not renewed.
     """
 
@@ -75,8 +53,10 @@ class Lease(Generic[S]):
     seconds: float
     asked_at: float
     on_lost: Callable[[Lease[Any], HeldLock | None], None]
-    owner: Owner | None = None
     fence: int | None = None
+    lock: weakref.ref[Any] | None = None
+    thread: weakref.ref[Any] | None = None
+    run: weakref.ref[Any] | None = None
     pid: int = field(default_factory=os.getpid, init=False)
     lost: bool = field(default=False, init=False)
     lane: Lane | None = field(default=None, init=False)
@@ -89,6 +69,15 @@ class Lease(Generic[S]):
         """Record that the store started or renewed the lease, with a request at ``asked_at``."""
         self.asked_at = asked_at
         self.renew_at = asked_at + self.seconds * RENEW_AFTER
+
+    def find_end(self) -> str | None:
+        """Return, as a clause, which owner ended without a release; None: none has ended."""
+        if self.thread is not None and self.thread() is None:
+            return "the thread that took it ended without releasing it"
+        is_over = self.run is not None and self.run() is None
+        if is_over and self.lock is not None and self.lock() is None:
+            return "the task that took it ended without releasing it"
+        return None
 
     @property
     def remaining(self) -> float:

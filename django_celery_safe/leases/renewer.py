@@ -67,7 +67,8 @@ class Renewer:
         store, (_, magnitude) = lease.store, math.frexp(lease.seconds)
         key = store, store.part(lease.name) if store.has_parts else None, magnitude
         with self.mutex:
-            before, lane = self.drop(lease), self.lanes.get(key)
+            before = None if lease.lane is None else self.drop(lease)
+            lane = self.lanes.get(key)
             if lane is None:
                 lane = self.lanes[key] = Lane(self, key)
             lease.lane = lane
@@ -284,14 +285,14 @@ class Lane:
         now, wakes_at, shortest = clock.now(), math.inf, math.inf
         due: list[Lease[Any]] = []
         for lease in list(self.leases):
-            seconds, owner = lease.seconds, lease.owner
+            seconds = lease.seconds
             # Not min(): with a thousand leases, the calls would be noticeable.
             if seconds < shortest:
                 shortest = seconds
             if lease.renew_at > now + seconds * BATCH_WINDOW:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
-            elif owner is None or (end := owner.find_end()) is None:
+            elif (end := lease.find_end()) is None:
                 due.append(lease)
             else:
                 self._renewer.drop(lease)

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from .holder import HeldLock
 
 
-class Renewable(Protocol):
-    """A lease to extend, so that it ends ``seconds`` after the store gets the request."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def token(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-
-
 class Renewal(NamedTuple):
-    """One request to renew, with only the fields of :class:`Renewable`."""
+    """A lease to extend, so that it ends ``seconds`` after the store gets the request."""
 
     name: str
     token: str
@@ -53,7 +42,7 @@ class LeaseStore(ABC):
 
     @abstractmethod
     def extend(
-        self, renewals: Sequence[Renewable], within: float | None = None
+        self, renewals: Sequence[Renewal], within: float | None = None
     ) -> Sequence[bool | None]:
         """
         Extend each lease to end ``seconds`` from now, if its token still holds it.

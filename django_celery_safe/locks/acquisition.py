@@ -16,7 +16,7 @@ from .. import conf
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, describe_holder, place_name, place_names
-from ..leases.lease import Lease, Owner
+from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from .stores.base import Acquired, LockRequest, Store
 
@@ -40,7 +40,7 @@ class LockOptions(NamedTuple):
     limit: int = 1
 
 
-class Mine(threading.local):
+class Mine:
     """The part of a lock object that each thread has for itself."""
 
     #: The lease of the current acquisition; None: this thread does not hold the lock.
@@ -50,6 +50,10 @@ class Mine(threading.local):
     contender: HeldLock | None = None
     #: Whether the block has asked if it has the lock.
     asked = False
+
+
+class EachThreads(Mine, threading.local):
+    """The same, with values of its own in each thread that looks."""
 
 
 class _Mark:
@@ -110,9 +114,10 @@ def try_acquire(
         if not isinstance(outcome, Acquired):
             return outcome
         run = None if request is None else weakref.ref(request)
-        owner = Owner(weakref.ref(lock), here.thread, run) if renew else None
+        owner = weakref.ref(lock) if renew else None
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
-        lease = Lease(store, name, token, seconds, asked_at, on_lost, owner, outcome.fence)
+        facts = (outcome.fence, owner, here.thread, run)
+        lease = Lease(store, name, token, seconds, asked_at, on_lost, *facts)
         took = clock.now() - asked_at
         if took < seconds - store.early:
             if along is not None:

@@ -23,7 +23,15 @@ from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
-from .acquisition import NOT_SENT, LockOptions, Mine, give_back, record_lost, try_acquire
+from .acquisition import (
+    NOT_SENT,
+    EachThreads,
+    LockOptions,
+    Mine,
+    give_back,
+    record_lost,
+    try_acquire,
+)
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
 from .stores.base import Store
@@ -42,11 +50,11 @@ class CacheLock:
     object with the same name, and is not held.
     """
 
-    def __init__(self, name: str, options: LockOptions) -> None:
+    def __init__(self, name: str, options: LockOptions, mine: Mine | None = None) -> None:
         if not isinstance(name, str) or not name:
             raise conf.wrong(name, "name", "name of a lock: give a non-empty str")
         self.name, self._options = name, options
-        self._mine = Mine()
+        self._mine = EachThreads() if mine is None else mine
         #: The decorated function that the lock guards; None: a block.
         self.function: Callable[..., Any] | None = None
         #: The task and the request that run, if the maker of the lock knows them; None: look.
@@ -99,7 +107,7 @@ class CacheLock:
                 found = try_acquire(self, store, limit, seconds, patience, _report_lost)
                 if not isinstance(found, HeldLock):
                     mine.lease, mine.fence, mine.contender = found, found.fence, None
-                    if found.owner is not None:
+                    if found.lock is not None:
                         renewer.add(found)
                     return True
                 mine.contender = found
@@ -317,7 +325,7 @@ class CacheLock:
         return LockNotAcquired(self.name, holder, self._options.blocking_timeout or 0.0)
 
     def _keep_renewed(self, lease: Lease[Store]) -> None:
-        if lease.owner is not None:
+        if lease.lock is not None:
             renewer.add(lease)
 
     def _forget(self) -> None:

@@ -14,7 +14,7 @@ from django_celery_safe.leases import renewer as renewing
 from django_celery_safe.leases import reports
 from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.leases.store import Renewable, Renewal
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
@@ -52,7 +52,7 @@ def test_one_thread_renews_all(
     """Many locks are renewed in one request, when a third of a lease has passed."""
     extend, asked = LocalStore.extend, list[tuple[int, float | None]]()
 
-    def count(store: LocalStore, renewals: Sequence[Renewable], within: float | None) -> list[bool]:
+    def count(store: LocalStore, renewals: Sequence[Renewal], within: float | None) -> list[bool]:
         asked.append((len(renewals), within))
         return extend(store, renewals, within)
 

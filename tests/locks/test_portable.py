@@ -103,7 +103,7 @@ class LateTouchCache(DictCache):
 
     def touch(self, key: str, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None) -> bool:
         """Touch what is someone else's by now."""
-        self.set(key, "b" * 32 + '["x","other host",2,1.0,true,null,null]', 60, version)
+        self.set(key, "b" * 32 + '["x","other host",2,1,true,null,null,null,1]', 60, version)
         return super().touch(key, timeout, version)
 
 

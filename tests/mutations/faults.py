@@ -24,14 +24,14 @@ MUTATIONS = {
         ),
         M("leases.lease:RENEW_AFTER", "1 / 3", "1 / 1", "a lease is renewed only when it is over"),
         M(
-            "leases.lease:Owner.find_end",
-            "if self.thread() is None:",
-            "if False:",
+            "leases.lease:Lease.find_end",
+            "self.thread() is None:",
+            "False:",
             "the lock of a thread that ended is renewed for ever",
         ),
         M(
             "leases.renewer:Lane._take_due",
-            "(end := owner.find_end()) is None:",
+            "(end := lease.find_end()) is None:",
             "(end := None) is None:",
             "the lock of a task that ended without releasing it is renewed for ever",
         ),

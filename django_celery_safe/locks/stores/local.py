@@ -18,7 +18,7 @@ from django.conf import settings
 from ...exceptions import ConfigurationError
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, place_names
-from ...leases.store import Renewable
+from ...leases.store import Renewal
 from .base import Acquired, LockRequest, Store, choose_place
 
 
@@ -110,7 +110,7 @@ class LocalStore(Store):
         with memory.mutex:
             return memory.free(name, token)
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         memory = self._memory()
         with memory.mutex:
             held = [memory.find(renewal.name, renewal.token) for renewal in renewals]

@@ -23,7 +23,7 @@ from pymemcache.exceptions import (
 from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
-from ...leases.store import Renewable
+from ...leases.store import Renewal
 from .base import Acquired, LockRequest, Store
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class MemcachedStore(Store):
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return self._replace("release", name, token, GONE)
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         return [
             self._replace("extend", each.name, each.token, _expiry(each.seconds), within)
             for each in renewals

@@ -19,7 +19,7 @@ from django.core.cache import caches
 
 from ...exceptions import LockBackendError
 from ...leases.holder import HeldLock, encode_holder, plain_name, read_lock
-from ...leases.store import Renewable
+from ...leases.store import Renewal
 from .base import Acquired, LockRequest, Store
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class PortableStore(Store):
                 self._cache.delete(_key(name))
         return True
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         with self.errors("extend"):
             return [self._extend(r.name, r.token, r.seconds) for r in renewals]
 

@@ -40,7 +40,7 @@ from ...leases.holder import (
     plain_name,
     split_place,
 )
-from ...leases.store import Renewable, Renewal
+from ...leases.store import Renewal
 from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop
@@ -68,8 +68,6 @@ MARK_LASTS: Final = "2000"
 LOCK_KEY: Final = "celery_safe:lock:"
 FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
-#: Locks whose keys a store remembers at most.
-MOST_KNOWN: Final = 10_000
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
 HARMLESS: Final = (
@@ -147,10 +145,8 @@ class RedisStore(Store):
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         self._make_key = cache.make_key
         self._shared = str(cache.make_key(FENCE)), str(cache.make_key(LISTING))
-        #: :meth:`make_keys`, which remembers them: each lock's are needed at least twice.
-        self._keys = lru_cache(MOST_KNOWN)(self.make_keys)
 
-    def make_keys(self, name: str) -> Keys:
+    def _keys(self, name: str) -> Keys:
         """Return the keys of a lock, or of a place of a lock."""
         return Keys(str(self._make_key(LOCK_KEY + plain_name(name))), *self._shared)
 
@@ -212,7 +208,7 @@ class RedisStore(Store):
         longest = min(seconds / 4, self._longest_pop) * random.uniform(0.7, 1.0)  # noqa: S311
         return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         extended: list[bool] = []
         # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
@@ -221,7 +217,7 @@ class RedisStore(Store):
             extended += [position not in lost for position in range(len(page))]
         return extended
 
-    def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> set[int]:
+    def _extend_page(self, renewals: Sequence[Renewal], within: float | None) -> set[int]:
         """Return the positions of the renewals whose locks are no longer ours."""
         keys = [self._keys(renewals[0].name).listing]
         keys += [self._keys(renewal.name).lock for renewal in renewals]
@@ -276,7 +272,7 @@ class RedisStore(Store):
         return [dict(line.split(":", 1) for line in lines if ":" in line)]
 
     def ask_refused(self) -> list[str]:
-        own = self.make_keys(f"doctor:{uuid.uuid4().hex}").lock
+        own = self._keys(f"doctor:{uuid.uuid4().hex}").lock
         keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
         refused = {}
         for command in HARMLESS:

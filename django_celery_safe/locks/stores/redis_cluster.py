@@ -21,7 +21,7 @@ from redis import exceptions
 from ...exceptions import CelerySafeError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, plain_name, split_place
-from ...leases.store import Renewable
+from ...leases.store import Renewal
 from .base import Store
 from .redis import LISTING, REFUSALS, Keys, RedisStore, client_of
 from .redis_connections import CLIENT_ERRORS, Pop
@@ -120,15 +120,15 @@ class ClusterStore(RedisStore):
         self.where = f'CACHES["{alias}"] (redis cluster)'
         self._listings = [_tag(number) + str(cache.make_key(LISTING)) for number in range(BUCKETS)]
 
-    def make_keys(self, name: str) -> Keys:
+    def _keys(self, name: str) -> Keys:
         lock = name
         # A place's lock may itself have a name that looks like a place of another lock.
         while (outer := split_place(lock)[0]) != lock:
             lock = outer
         tag = _tag(crc32(plain_name(lock).encode()) % BUCKETS)
-        return Keys(*[tag + key for key in super().make_keys(name)])
+        return Keys(*[tag + key for key in super()._keys(name)])
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         buckets: dict[str, list[int]] = defaultdict(list)
         for place, renewal in enumerate(renewals):
             buckets[self._keys(renewal.name).listing].append(place)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 from redis import exceptions
 from redis.backoff import NoBackoff
@@ -120,7 +121,9 @@ class Connections:
                 # shorter timeouts is not for a request that may wait as long as the settings say.
                 # A healthy connection has nothing to read.
                 is_fit = connection.pid == os.getpid() and (within or not connection.is_hasty)
-                if is_fit and not connection.can_read(0):
+                poll = select.poll()
+                poll.register(connection._sock, select.POLLIN)
+                if is_fit and not poll.poll(0):
                     return connection
             except CLIENT_ERRORS:
                 pass  # the server closed it
@@ -146,7 +149,8 @@ class Connections:
         within: float | None = None,
         pop: Pop | None = None,
     ) -> Any:
-        packed, refused = _pack(command), cast("Exception | None", None)
+        refused: Exception | None = None
+        packed = _pack(command)
         if pop is not None:
             packed = _pack(("BLPOP", pop[0], str(pop[1]))) + packed
             within = pop[1] + POP_MARGIN
