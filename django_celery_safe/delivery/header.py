@@ -14,8 +14,8 @@ logger = get_logger(__name__)
 
 #: The name of the message header with all fields of this package.
 HEADER: Final = "django_celery_safe"
-#: The format of the header. A release that changes the meaning of a field increases it. A new
-#: field does not, because older workers ignore it. A header without a number has format 1.
+#: The format of a header without a number. A release that changes the meaning of a field writes
+#: the next one; a new field needs none, because older workers ignore it.
 FORMAT: Final = 1
 
 _TOKEN: Final = re.compile("[0-9a-f]{32}")
@@ -153,5 +153,4 @@ def get_header(request: Any) -> Header:
 
 def with_header(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
     """Return the options of a send with ``header`` added to the message's headers."""
-    ours = {**header, "format": FORMAT}
-    return {**options, "headers": {**(options.get("headers") or {}), HEADER: ours}}
+    return {**options, "headers": {**(options.get("headers") or {}), HEADER: header}}

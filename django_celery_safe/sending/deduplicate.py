@@ -84,7 +84,8 @@ def lock_fields(
             header = {**old, **header}
     elif own.unique_until is not None:
         header["sent"] = os.urandom(16).hex()
-        header["canvas"] = is_resent or any(map(options.get, _CANVAS))
+        if is_resent or any(map(options.get, _CANVAS)):
+            header["canvas"] = True
         if isinstance(own.unique_until, float):
             header["period"] = own.unique_until
     return header

@@ -23,7 +23,7 @@ from .. import conf, queries
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
 from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_untested
-from ..delivery.header import FORMAT, HEADER, read_header
+from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..texts import get_logger
@@ -113,7 +113,7 @@ def name_attempt(message: Message, using: str) -> None:
     headers, message.attempt = message.options["headers"], os.urandom(16).hex()
     given = read_header(headers, message.task)
     ours = {"task": message.task, "attempt": message.attempt, "using": using}
-    headers[HEADER] = {**given, **ours, "format": FORMAT}
+    headers[HEADER] = {**given, **ours}
 
 
 def time_to_wait(message: Message) -> float | None:

@@ -78,7 +78,6 @@ def to_row(
     if isinstance(options.get("reply_to"), Queue):
         options["reply_to"] = options["reply_to"].name
     properties: dict[str, Any] = {
-        "format": ROW_FORMAT,
         "app": message.app.main,
         "content_type": message.content_type,
         "content_encoding": message.content_encoding,

@@ -13,7 +13,7 @@ from kombu.exceptions import EncodeError
 from .. import conf
 from ..concurrency.guard import find_guarded, name_lock
 from ..delivery.copies import Resent, find_resent, resending
-from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
+from ..delivery.header import HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
 from ..resuming.handing_over import HandedOver
@@ -335,7 +335,6 @@ class SafeTaskMixin(Task[P, R]):
         if asked is not None or (guarded and guarded.options.unique_until is not None):
             header |= lock_fields(self, guarded, asked, args, kwargs, options, carried, is_resent)
         if header:
-            header["format"] = FORMAT
             options["headers"] = {**(options.get("headers") or {}), HEADER: header}
         return options, header
 

@@ -11,7 +11,7 @@ from celery import Celery, current_app, states
 from django.db import transaction
 
 from ..delivery.call import load_tasks
-from ..delivery.header import FORMAT, HEADER, Header
+from ..delivery.header import HEADER, Header
 from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
@@ -100,7 +100,7 @@ def _message(app: Celery, step: StageStep | Step) -> tuple[Any, ...]:
     args: tuple[Any, ...] = (place,)
     if task is not None and get_step_layer(task) is None:
         args = (place, step.task)
-    header = Header(task=step.task, step=step.pk, format=FORMAT)
+    header = Header(task=step.task, step=step.pk)
     arguments, given = read_entry(step.arguments_text)
     options = {name: given[name] for name in OPTIONS if name in given}
     return args, arguments, {"task_id": step.task_id, "headers": {HEADER: header}, **options}
