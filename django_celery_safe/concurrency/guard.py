@@ -34,6 +34,7 @@ from ..delivery.copies import (
     requeue_self,
     resend_later,
 )
+from ..delivery.endings import note_end
 from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
@@ -134,6 +135,8 @@ class MessageRun:
             sent.end_run(self.task, error, self.lock)
             raise
         sent.end_run(self.task, None, self.lock)
+        if sent.settled:
+            note_end(self.message, "sent")
         return result
 
     def run(self, sent: SentLock | None = None) -> Any:
