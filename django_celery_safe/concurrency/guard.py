@@ -34,7 +34,6 @@ from ..delivery.copies import (
     requeue_self,
     resend_later,
 )
-from ..delivery.endings import note_end
 from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
@@ -136,7 +135,7 @@ class MessageRun:
             raise
         sent.end_run(self.task, None, self.lock)
         if sent.settled:
-            note_end(self.message, "sent")
+            self.message.safe_ended = "sent"  # type: ignore[attr-defined]
         return result
 
     def run(self, sent: SentLock | None = None) -> Any:

@@ -166,15 +166,10 @@ def _report_run(
     found = find_ours(request) if request.is_eager else getattr(request, HEADER, None)
     if not isinstance(found, dict):
         return
-    ended = getattr(request, "safe_ended", ())
+    ended = getattr(request, "safe_ended", None)  # the field whose wrapper has recorded the end
     for field, kinds, path in HANDLERS:
-        if field in found and field not in ended and kind in kinds:
+        if field in found and field != ended and kind in kinds:
             _handler(path)(Outcome(kind, task, request, error, comes_again))
-
-
-def note_end(request: Any, field: str) -> None:
-    """Note that nothing is left to do for a field of the header when Celery reports the end."""
-    request.safe_ended = (*getattr(request, "safe_ended", ()), field)
 
 
 def _report_death(kind: str, task: Any, task_id: str, request: Any = None, **facts: Any) -> None:

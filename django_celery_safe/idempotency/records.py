@@ -85,22 +85,22 @@ class RecordTable(LeaseTable):
         """Return a queryset of the key's record, with one record or none."""
         return self.all().filter(key=plain_name(name))
 
-    def find(self, name: str) -> Found | None:
-        """Return what a claim needs of the key's record; None: no record."""
-        rows = queries.fetch(self.alias, "find_record", key=plain_name(name))
+    def find(self, key: str) -> Found | None:
+        """Return what a claim needs of the record with this primary key; None: no record."""
+        rows = queries.fetch(self.alias, "find_record", key=key)
         return Found(*rows[0]) if rows else None
 
     def find_held(self, name: str) -> HeldLock | None:
-        row = self.find(name)
+        row = self.find(plain_name(name))
         return None if row is None else row.held(name)
 
-    def execute(self, statement: str, name: str, **values: Any) -> bool:
-        """Execute a statement on the key's record; return whether it changed the record."""
-        return bool(queries.execute(self.alias, statement, key=plain_name(name), **values))
+    def execute(self, statement: str, key: str, **values: Any) -> bool:
+        """Execute a statement on the record with this primary key; return whether it changed it."""
+        return bool(queries.execute(self.alias, statement, key=key, **values))
 
     def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far the work got; return whether the claim held the record."""
-        return self.execute("move_record", name, token=token, **values)
+        return self.execute("move_record", plain_name(name), token=token, **values)
 
 
 def _record_model() -> type[IdempotencyRecord]:
@@ -124,7 +124,7 @@ class RecordClaim(Claim):
         self, key: str, table: RecordTable, seconds: float, keep: timedelta | None, digest: str = ""
     ) -> None:
         super().__init__(table, key, key, seconds)
-        self._keep, self._digest = keep, digest
+        self._row, self._keep, self._digest = plain_name(key), keep, digest
         self.asked = False
         #: Why the result can't be stored; "": it can.
         self._error = ""
@@ -226,13 +226,13 @@ class RecordClaim(Claim):
         ours = {"token": self.token, "holder": holder, "digest": self._digest}
         for _ in range(TRIES):
             before, asked_at = asked_at, clock.now()
-            row = table.find(self.key)
+            row = table.find(self._row)
             if row is not None and row.token == self.token:
                 return before  # the last try was written, and its answer was lost
             if row is not None and not row.is_free:
                 return self._read(row)
             statement = "add_record" if row is None else "claim_record"
-            if table.execute(statement, self.key, lease=self.seconds, **ours):
+            if table.execute(statement, self._row, lease=self.seconds, **ours):
                 return asked_at
         raise CelerySafeError(
             f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "
@@ -258,7 +258,7 @@ class RecordClaim(Claim):
         """Record that the claimed work has ended; False if the claim had lost the record."""
         keep = None if self._keep is None else self._keep.total_seconds()
         values = {"token": self.token, "result": result, "cursor": cursor, "keep": keep}
-        return self.table.execute("end_record", self.name, state=state, error=error, **values)
+        return self.table.execute("end_record", self._row, state=state, error=error, **values)
 
     def _record_failed(self, reason: str) -> bool | None:
         """

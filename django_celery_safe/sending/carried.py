@@ -23,7 +23,7 @@ from django.db import Error as DatabaseError
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered
 from ..delivery.deaths import refuse_after_deaths
-from ..delivery.endings import Outcome, note_end
+from ..delivery.endings import Outcome
 from ..delivery.header import Header, get_header
 from ..events import MESSAGE_DONE, TASK_NOT_RUN
 from ..exceptions import ClaimLost, TaskPoisoned
@@ -239,7 +239,7 @@ def run_carried(
         _succeed(run, request, result)
         if not run.claim.is_held:
             _runs.pop(request, None)
-            note_end(request, "attempt")
+            request.safe_ended = "attempt"  # type: ignore[attr-defined]
     return result
 
 
