@@ -120,13 +120,14 @@ def send_once(
     header: Header,
     send: Callable[[dict[str, Any]], SentResult[T]],
     *,
-    again: bool,
+    again: bool = False,
 ) -> SentResult[T]:
     """
-    Send the task unless it is a duplicate; if it waits for a commit, that finds out.
+    Send the task now, or run it eagerly, unless it is a duplicate.
 
     Args:
-        send: Sends the task with the options that it gets.
+        send: Sends the task with the options that it gets; if that waits for a commit, only the
+            commit finds out whether it is a duplicate.
         again: Whether the running task re-sends its own message.
     """
     if not before_task_publish.receivers:  # one may redact what the message shows
@@ -137,20 +138,6 @@ def send_once(
         result = send(options)
         result.is_duplicate = None
         return result
-    return send_unless_duplicate(task, args, kwargs, options, header, send, again=again)
-
-
-def send_unless_duplicate(
-    task: Any,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    header: Header,
-    send: Callable[[dict[str, Any]], SentResult[T]],
-    *,
-    again: bool = False,
-) -> SentResult[T]:
-    """Send the task now, or run it eagerly, unless it is a duplicate."""
     headers = _headers_to_be(task, args, kwargs, options, header)
     sent: list[SentResult[T]] = []
 

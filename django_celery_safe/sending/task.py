@@ -30,7 +30,6 @@ from .deduplicate import (
     pass_on,
     run_with_lock,
     send_once,
-    send_unless_duplicate,
 )
 from .eager import is_put_off, put_off, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
@@ -159,9 +158,7 @@ class SafeTaskMixin(Task[P, R]):
         if "sent" not in header:
             return self._apply(args, kwargs, **options)
         run = partial(self._apply, args, kwargs)
-        return send_unless_duplicate(
-            self, args, kwargs, options, header, lambda given: as_sent_result(run(**given))
-        )
+        return send_once(self, args, kwargs, options, header, lambda o: as_sent_result(run(**o)))
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
