@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from celery import Celery
 from celery.canvas import Signature
@@ -17,9 +17,6 @@ from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .sender import OutboxSender, Sender
 from .unsent import as_sent_result, refuse_get
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from traceback import format_exc
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from celery.canvas import Signature, _chain
 from celery.exceptions import SoftTimeLimitExceeded
@@ -24,9 +24,6 @@ from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
 from .unsent import allow_get, refuse_get
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
