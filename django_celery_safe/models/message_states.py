@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -275,10 +276,18 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         return len(rows)
 
     def discard(self) -> int:
-        """Delete rows so that their tasks do not run, or do not run again."""
+        """
+        Delete rows so that their tasks do not run, or do not run again.
+
+        At the commit the locks of their sends are freed, so that the same may be sent again.
+        """
+        from ..sending.deduplicate import free_lock  # needs the app registry
+
         self._for_write = True
-        rows = change_locked(self.discardable(), ("task", "task_id"))
-        self._emit(MESSAGE_DISCARDED, rows)
+        rows = change_locked(self.discardable(), ("task", "task_id", "properties"))
+        self._emit(MESSAGE_DISCARDED, [row[:2] for row in rows])
+        for task, _task_id, properties in rows:
+            transaction.on_commit(partial(free_lock, task, properties), using=self.db)
         return len(rows)
 
     def _emit(self, event: Event, rows: list[tuple[str, str]]) -> None:

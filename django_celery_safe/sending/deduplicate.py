@@ -34,6 +34,7 @@ from ..locks import HeldLock
 from .arguments import show, show_plain
 from .capture import CAPTURED
 from .eager import is_waiting
+from .serialization import find_headers
 from .unsent import as_sent_result
 
 if TYPE_CHECKING:
@@ -280,6 +281,13 @@ def publish_once(
     # same message once more.
     publish()
     return None
+
+
+def free_lock(task: str, properties: str) -> None:
+    """Free the lock of a message that is discarded, by the properties of its row."""
+    sent = find_lock_of(task, read_header(find_headers(properties), task))
+    if sent is not None:
+        sent.move(0)
 
 
 def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:

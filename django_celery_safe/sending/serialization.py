@@ -145,11 +145,16 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
 
 def find_arguments(row: OutboxMessage) -> str | None:
     """Return the arguments as the message shows them; see ``describe_arguments``."""
+    headers = find_headers(row.properties)
+    return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
+
+
+def find_headers(properties: str) -> dict[str, Any]:
+    """Return the headers of a row's message; empty if it was changed by hand: a relay says so."""
     try:
-        headers = loads(row.properties)["options"]["headers"]
-        return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
-    except (*GARBLED, KeyError, AttributeError):
-        return None  # the row was changed by hand; the relay reports it
+        return dict(loads(properties)["options"]["headers"])
+    except (*GARBLED, KeyError):
+        return {}
 
 
 def get_app(name: str | None) -> Celery:

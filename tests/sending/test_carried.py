@@ -807,6 +807,16 @@ def test_a_duplicate_leaves_no_row(carried: Carried) -> None:
     assert carried.row.task_id == first.id
 
 
+def test_what_is_discarded_may_be_sent_again_at_once(carried: Carried) -> None:
+    """The lock of its send is freed, although its message is still on its way."""
+    task = make_unique(carried, "tests.unique")
+    first = carried.send(1, task=task)
+    assert carried.rows.discard() == 1
+    carried.mailbox.deliver(carried.send(2, task=task))
+    carried.mailbox.deliver(first)
+    assert carried.calls == [2]
+
+
 def test_what_expired_is_not_sent_again(carried: Carried) -> None:
     """It fails, since a broker that drops what expired would let no worker say so."""
     carried.send(1, expires=datetime.now(UTC) + timedelta(hours=1))
