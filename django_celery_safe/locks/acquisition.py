@@ -52,7 +52,7 @@ class Mine:
     asked = False
 
 
-class EachThreads(Mine, threading.local):
+class PerThread(Mine, threading.local):
     """The same, with values of its own in each thread that looks."""
 
 

@@ -23,15 +23,7 @@ from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
-from .acquisition import (
-    NOT_SENT,
-    EachThreads,
-    LockOptions,
-    Mine,
-    give_back,
-    record_lost,
-    try_acquire,
-)
+from .acquisition import NOT_SENT, LockOptions, Mine, PerThread, give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
 from .stores.base import Store
@@ -54,7 +46,7 @@ class CacheLock:
         if not isinstance(name, str) or not name:
             raise conf.wrong(name, "name", "name of a lock: give a non-empty str")
         self.name, self._options = name, options
-        self._mine = EachThreads() if mine is None else mine
+        self._mine = PerThread() if mine is None else mine
         #: The decorated function that the lock guards; None: a block.
         self.function: Callable[..., Any] | None = None
         #: The task and the request that run, if the maker of the lock knows them; None: look.

@@ -78,6 +78,11 @@ class Rows:
         if at is not None:
             rows = rows.filter(**{f"{self._name}__gt": at})
         found = list(rows[:most])
+        if found and getattr(found[0], self._name) == at:  # SQLite keeps 15 digits of a decimal
+            raise ConfigurationError(
+                f"resumable() walks {self.of}, and the database finds {at!r} behind itself: it "
+                f"compares that key less exactly than Python. Walk another key."
+            )
         # The last key before the body runs, which may give a row another one.
         last = getattr(found[-1], self._name) if found else at
         # A join may return a row several times, one behind the other.

@@ -206,9 +206,9 @@ MUTATIONS = {
             "a release in local memory frees the lock of the next holder",
         ),
         M(
-            "locks.acquisition:EachThreads",
-            "class EachThreads(Mine, threading.local):",
-            "class EachThreads(Mine):",
+            "locks.acquisition:PerThread",
+            "class PerThread(Mine, threading.local):",
+            "class PerThread(Mine):",
             "a thread can release a lock that another one holds through the same object",
         ),
         M(

@@ -13,7 +13,7 @@ from celery import chain
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import IntegrityError, connections, transaction
-from django.db.models import Window
+from django.db.models import QuerySet, Window
 from django.db.models.functions import RowNumber
 from django.test.utils import CaptureQueriesContext
 
@@ -92,6 +92,22 @@ def test_a_chunk_costs_two_statements(carried: Carried) -> None:
     reads = [one["sql"] for one in queries if "app_person" in one["sql"]]
     ours = [one["sql"] for one in queries if "checkpoint_at = " in one["sql"]]
     assert (len(reads), len(ours)) == (1 + 4, 4)
+
+
+class Inexact(QuerySet[Any]):
+    """Rows of a database that compares keys less exactly than Python."""
+
+    def filter(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave out nothing."""
+        return self
+
+
+def test_a_row_that_comes_again_is_an_error(carried: Carried) -> None:
+    """Otherwise the loop would have no end."""
+    fill(carried.alias, [1])
+    state, error = run(carried, loop(Inexact(Person).using(carried.alias), every=1))
+    assert (state, written(carried.alias)) == ("FAILURE", {1: 1})
+    assert "finds 1 behind itself" in str(error)
 
 
 @pytest.mark.parametrize("items", [range(7), [*range(7)]])
