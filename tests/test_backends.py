@@ -54,10 +54,7 @@ def test_nothing_imports_the_backend() -> None:
 def test_a_task_makes_no_celery_app() -> None:
     """One that is defined before the project's app must not become that of other threads."""
     done = subprocess.run(
-        [sys.executable, "-c", DEFINED],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", DEFINED], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.returncode) == ("None True\n", 0), done.stderr
 

@@ -20,10 +20,7 @@ def test_each_limit_is_held_to_a_figure() -> None:
 
 @pytest.mark.parametrize(("value", "status"), [(1.1, 0), (1.2, 1)])
 def test_the_command_fails_when_a_limit_is_missed(
-    value: float,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    value: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit status and the table say whether all limits were kept."""
     benchmark = ModuleType("locks")

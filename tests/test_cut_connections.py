@@ -188,9 +188,7 @@ def test_the_wrapper_of_a_block_that_connects_ends_with_the_block(postgres_alias
     assert seen
 
 
-def test_a_change_of_a_projects_table_is_not_repeated(
-    gateway: tuple[str, str, Line],
-) -> None:
+def test_a_change_of_a_projects_table_is_not_repeated(gateway: tuple[str, str, Line]) -> None:
     """It may look at rows of this app; if its answer is lost, only the project can repeat it."""
     direct, through, way = gateway
     person = Person.everyone.using(direct).create(pk=1)

@@ -14,13 +14,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from pytest_django import Settings
 
-from django_celery_safe import (
-    ConfigurationError,
-    cache_lock,
-    databases,
-    idempotent,
-    stages,
-)
+from django_celery_safe import ConfigurationError, cache_lock, databases, idempotent, stages
 from django_celery_safe.checks import check_deployment
 from django_celery_safe.databases import Now
 from django_celery_safe.models import (

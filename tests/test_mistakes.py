@@ -66,16 +66,8 @@ def test_a_missing_app_is_an_error(fallback_app: Celery, monkeypatch: pytest.Mon
 def test_a_wrong_value_of_a_task_option(app: Celery) -> None:
     """An option of a task with a value of the wrong kind is an error when the task is made."""
     for option, value, words in (
-        (
-            "send_on_commit",
-            "yes",
-            "send_on_commit of shop.*='yes' .*: give True or False",
-        ),
-        (
-            "outbox",
-            "until-done",
-            "use of the outbox: give True.* Did you mean 'until_done'?",
-        ),
+        ("send_on_commit", "yes", "send_on_commit of shop.*='yes' .*: give True or False"),
+        ("outbox", "until-done", "use of the outbox: give True.* Did you mean 'until_done'?"),
         ("max_deaths", "3", "whole number of at least 1, or None for no limit. Did you mean 3?"),
     ):
         with pytest.raises(ConfigurationError, match=words):

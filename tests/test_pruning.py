@@ -309,10 +309,7 @@ def test_a_database_without_a_table_is_left_alone(
 
 
 def test_a_failure_stops_nothing_else(
-    alias: str,
-    broker: Celery,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The failure is logged, other old rows are deleted, and the relay records that it lives."""
     make_each(alias, YEAR)

@@ -129,7 +129,7 @@ def test_show(shop: str) -> None:
     values, counts, steps = run("show", str(one.pk)).split("\n\n")
     assert "status        running\ndone          6\ntotal         14\nstage         2\n" in values
     assert [line.split()[2:6] for line in counts.splitlines()] == [
-        *(["TOTAL", "WAITING", "RUNNING", "SUCCEEDED"], [*"4004"], [*"9612"], [*"1100"]),
+        *(["TOTAL", "WAITING", "RUNNING", "SUCCEEDED"], [*"4004"], [*"9612"], [*"1100"])
     ]
     _, running, details, *waiting = steps.splitlines()
     assert running.split()[::2] == ["running", NAME]

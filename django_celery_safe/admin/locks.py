@@ -56,11 +56,7 @@ class LockAdmin(ReadOnlyAdmin):
     paginator = Paginator
     search_fields = ("name",)
     search_help_text = _("The beginning of a lock's name.")
-    fields = readonly_fields = (
-        "name",
-        *list_display[1:],
-        *columns(Lock, "held.holder.task_id"),
-    )
+    fields = readonly_fields = ("name", *list_display[1:], *columns(Lock, "held.holder.task_id"))
     actions = ("release",)
     has_release_permission = permission("release")
 

@@ -9,14 +9,7 @@ from .. import conf
 from ..delivery.call import layers
 from ..locks.misuse import refuse_misplaced
 from .guard import run_alone
-from .options import (
-    GivenOptions,
-    Key,
-    OnConflict,
-    UniqueUntil,
-    check_key_names,
-    make_options,
-)
+from .options import GivenOptions, Key, OnConflict, UniqueUntil, check_key_names, make_options
 
 P = ParamSpec("P")
 T = TypeVar("T")

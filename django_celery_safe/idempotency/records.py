@@ -22,12 +22,7 @@ from .. import conf, queries
 from ..databases import refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
-from ..exceptions import (
-    AlreadyClaimed,
-    CelerySafeError,
-    IdempotencyConflict,
-    InvalidResult,
-)
+from ..exceptions import AlreadyClaimed, CelerySafeError, IdempotencyConflict, InvalidResult
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim
 from ..leases.clock import clock

@@ -14,14 +14,7 @@ from ..sending.serialization import find_arguments
 from ..texts import duration
 from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow
-from .message_states import (
-    CARRIED,
-    LIVE,
-    LONGEST_DELAY,
-    SHORTEST_DELAY,
-    OutboxMessages,
-    State,
-)
+from .message_states import CARRIED, LIVE, LONGEST_DELAY, SHORTEST_DELAY, OutboxMessages, State
 from .text import LONGEST_TYPE, storable
 
 

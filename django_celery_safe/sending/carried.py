@@ -47,13 +47,7 @@ logger = get_logger(__name__)
 class Run(RunEnds):
     """The run of a carried task in this process."""
 
-    def __init__(
-        self,
-        claim: MessageClaim,
-        task: Any,
-        request: Context,
-        found: Claimed,
-    ) -> None:
+    def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         self.held = claim.name, claim.token

@@ -410,10 +410,7 @@ class Relay:
 
     def _put_off(self, ids: list[int], reason: str) -> None:
         logger.warning(
-            "%d message(s) stay in the outbox for another %.0f s: %s",
-            len(ids),
-            PUT_OFF,
-            reason,
+            "%d message(s) stay in the outbox for another %.0f s: %s", len(ids), PUT_OFF, reason
         )
         self._table.give_back(self._token, ids, PUT_OFF, reason)
         self._left.difference_update(ids)

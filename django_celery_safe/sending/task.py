@@ -24,13 +24,7 @@ from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import hold, must_wait
-from .deduplicate import (
-    SIGNATURES,
-    lock_fields,
-    pass_on,
-    run_with_lock,
-    send_once,
-)
+from .deduplicate import SIGNATURES, lock_fields, pass_on, run_with_lock, send_once
 from .eager import is_put_off, put_off, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox

@@ -43,10 +43,7 @@ def _resume(store: StepTable, run: StageRun) -> None:
             raise IllegalTransition(str(run), "resume", f"its step {busy} still runs")
         # This update comes first because it fails if another run holds the key.
         store.runs().filter(pk=run.pk).update(
-            status=Status.RUNNING,
-            ended_at=None,
-            error="",
-            active_key=now.key or None,
+            status=Status.RUNNING, ended_at=None, error="", active_key=now.key or None
         )
         settle(store, now.steps.filter(stage=now.stage))
         left = [each for rows in _find_unsettled(now) for each in _restart(store, rows)]

@@ -56,7 +56,7 @@ class Entry(models.Model):
     class Meta:
         ordering = ["-pk"]
         constraints = [
-            models.UniqueConstraint(fields=["feed", "guid"], name="feeds_entry_once_in_a_feed"),
+            models.UniqueConstraint(fields=["feed", "guid"], name="feeds_entry_once_in_a_feed")
         ]
 
     def __str__(self) -> str:

@@ -72,11 +72,7 @@ def measure(alias: str) -> dict[str, list[float]]:
     """Let both walk all rows in turn; return the µs of CPU of each time."""
     fill(alias, ROWS)
     return take_turns(
-        {
-            BY_HAND: partial(walk_by_hand, alias),
-            OURS: partial(walk, alias, write),
-        },
-        ROUNDS,
+        {BY_HAND: partial(walk_by_hand, alias), OURS: partial(walk, alias, write)}, ROUNDS
     )
 
 

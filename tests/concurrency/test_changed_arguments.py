@@ -6,13 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from django_celery_safe import (
-    ConfigurationError,
-    SafeTask,
-    idempotent,
-    iter_locks,
-    single_instance,
-)
+from django_celery_safe import ConfigurationError, SafeTask, idempotent, iter_locks, single_instance
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names

@@ -8,13 +8,7 @@ import pytest
 from celery import Celery, Task, shared_task
 from django.db import transaction
 
-from django_celery_safe import (
-    ConfigurationError,
-    SafeTask,
-    find_lock,
-    iter_locks,
-    single_instance,
-)
+from django_celery_safe import ConfigurationError, SafeTask, find_lock, iter_locks, single_instance
 from django_celery_safe.delivery.header import HEADER
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_options import held_names
@@ -270,10 +264,7 @@ def test_a_key_that_cant_be_made_is_refused_at_the_send(
     call = {} if decorated else {"single_instance": {"key": template}}
     sentence = "can't be made from these arguments"
     for send in (task.apply_async, task.apply_async_on_commit):
-        with (
-            transaction.atomic(),
-            pytest.raises(ConfigurationError, match=sentence) as raised,
-        ):
+        with transaction.atomic(), pytest.raises(ConfigurationError, match=sentence) as raised:
             send((value,), **call)
         assert template in str(raised.value)
         assert NAME in str(raised.value)

@@ -74,12 +74,7 @@ class Importing:
             self.runs.append(task.request.id)
             return "imported"
 
-        names = {
-            "on_conflict",
-            "retry_delay",
-            "blocking_timeout",
-            "timeout",
-        } & options.keys()
+        names = {"on_conflict", "retry_delay", "blocking_timeout", "timeout"} & options.keys()
         decorate = single_instance(key="{number}", **{name: options.pop(name) for name in names})
         options.setdefault("acks_late", True)
         self.task = mailbox.task(decorate(importing), name=NAME, base=base, bind=True, **options)
@@ -386,11 +381,7 @@ def test_the_end_of_a_long_run_can_not_be_marked(
     ("lease", "visibility", "longest"), [(30, 8, 4), (4, 30, 4), (30, None, 30)]
 )
 def test_a_copy_comes_when_the_lease_is_over_or_earlier(
-    lease: float,
-    visibility: float | None,
-    longest: float,
-    mailbox: Mailbox,
-    locks_in_memory: None,
+    lease: float, visibility: float | None, longest: float, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
     """Its delay is what is left of the lease, at most half the broker's visibility timeout."""
     if visibility is not None:
@@ -456,7 +447,7 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
         "default": {
             "BACKEND": "django.core.cache.backends.redis.RedisCache",
             "LOCATION": f"redis://127.0.0.1:{dead_port()}",
-        },
+        }
     }
     importing = Importing(mailbox)
     state, error = mailbox.deliver(importing.message())

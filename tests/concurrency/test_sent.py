@@ -498,9 +498,7 @@ def hold_by_nobody(self: Any, request: LockRequest) -> HeldLock:
 
 
 def test_a_lock_that_nobody_holds_any_more_drops_no_message(
-    mailbox: Mailbox,
-    store: type[InterruptedStore],
-    monkeypatch: pytest.MonkeyPatch,
+    mailbox: Mailbox, store: type[InterruptedStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In such a race with a database the message goes out, is not a duplicate, and runs."""
     task = unique(mailbox, work, {})

@@ -20,13 +20,7 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock, signals
 from django_celery_safe.contrib import prometheus
-from django_celery_safe.contrib.prometheus import (
-    COUNTER,
-    GAUGES,
-    LABELS,
-    PREFIX,
-    TableCollector,
-)
+from django_celery_safe.contrib.prometheus import COUNTER, GAUGES, LABELS, PREFIX, TableCollector
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
 from tests.admin import rows

@@ -11,12 +11,7 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import (
-    AlreadyClaimed,
-    ClaimLost,
-    WrongTransaction,
-    idempotent,
-)
+from django_celery_safe import AlreadyClaimed, ClaimLost, WrongTransaction, idempotent
 from django_celery_safe.databases import Now
 from django_celery_safe.events import CLAIM_FAILED
 from django_celery_safe.idempotency.records import RecordTable, record_table
@@ -187,10 +182,7 @@ def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
         return answer
 
     monkeypatch.setattr(RecordTable, "peek", watched)
-    with (
-        hearing(CLAIM_FAILED, claim_lost) as told,
-        idempotent("other", using=other, timeout=LEASE),
-    ):
+    with hearing(CLAIM_FAILED, claim_lost) as told, idempotent("other", using=other, timeout=LEASE):
         with idempotent(KEY, using=alias, timeout=LEASE) as claim:
             with connections[alias].execute_wrapper(stay_done):
                 claim.finish("stored")

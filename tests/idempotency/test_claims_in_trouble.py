@@ -449,9 +449,7 @@ def gateway(
             yield postgres_alias, "through-gateway", line
 
 
-def test_an_answer_that_gets_lost_does_not_lose_the_claim(
-    gateway: tuple[str, str, Line],
-) -> None:
+def test_an_answer_that_gets_lost_does_not_lose_the_claim(gateway: tuple[str, str, Line]) -> None:
     """The record was finished and the answer got lost: a second look finds that it was us."""
     direct, through, way = gateway
     with hearing(claim_lost) as told, idempotent(KEY, using=through) as claim:
@@ -508,11 +506,7 @@ def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
     with pytest.raises(ValueError, match="no"), idempotent(KEY, using=through):
         raise ValueError("no")
     looked = connections[through].execute_wrapper(_lose_answers_to("UPDATE", way))
-    with (
-        looked,
-        pytest.raises(DatabaseError),
-        idempotent(KEY, using=through, timeout=600),
-    ):
+    with looked, pytest.raises(DatabaseError), idempotent(KEY, using=through, timeout=600):
         pytest.fail("the block ran")
     assert way.cut_after is None
     assert record_of(direct).state == IdempotencyRecord.State.RUNNING

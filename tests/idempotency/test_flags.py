@@ -12,11 +12,7 @@ from django.test import TestCase
 from model_bakery import baker
 from pytest_django import Settings
 
-from django_celery_safe import (
-    ConfigurationError,
-    IdempotentMixin,
-    WrongTransaction,
-)
+from django_celery_safe import ConfigurationError, IdempotentMixin, WrongTransaction
 from django_celery_safe.signals import once_failed
 from tests.app.models import Account, Customer, Guest, Person, Ticket, Voucher
 from tests.conftest import MakeDatabase
@@ -111,10 +107,7 @@ def test_inside_another_transaction_is_refused(person: Person) -> None:
 )
 def test_what_is_no_flag_is_refused(person: Person, flag: str, message: str) -> None:
     """A field that does not exist or can't be a flag is named, with the flags that there are."""
-    with (
-        pytest.raises(ConfigurationError, match=message),
-        Person.do_once(person.pk, flag),
-    ):
+    with pytest.raises(ConfigurationError, match=message), Person.do_once(person.pk, flag):
         pytest.fail("the block ran")
 
 
@@ -167,10 +160,7 @@ def test_flags_of_parent_and_child(db: None) -> None:
 
 @pytest.mark.parametrize(
     ("model", "pk", "flag"),
-    [
-        (Ticket, str(uuid.UUID(int=7)), "is_printed"),
-        (Voucher, "SUMMER/26 é", "is_redeemed"),
-    ],
+    [(Ticket, str(uuid.UUID(int=7)), "is_printed"), (Voucher, "SUMMER/26 é", "is_redeemed")],
 )
 def test_any_primary_key_will_do(model: Any, pk: object, flag: str, db: None) -> None:
     """A UUID, as itself or as text, and a text name a row as a number does."""

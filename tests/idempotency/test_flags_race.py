@@ -249,8 +249,7 @@ def serve_until_killed(alias: str, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guarantee", "level"),
-    [("at_least_once", "REPEATABLE_READ"), ("at_most_once", "SERIALIZABLE")],
+    ("guarantee", "level"), [("at_least_once", "REPEATABLE_READ"), ("at_most_once", "SERIALIZABLE")]
 )
 def test_stricter_isolation_makes_no_error_of_a_wait(
     guarantee: Any, level: str, postgres_alias: str, postgres_server: PostgresServer

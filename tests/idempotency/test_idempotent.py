@@ -237,8 +237,7 @@ def by_number(number: int, currency: str = "EUR") -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "text"),
-    [("{number}", "1"), (by_number, "n1"), ("all of {number:03}", "all of 001")],
+    ("key", "text"), [("{number}", "1"), (by_number, "n1"), ("all of {number:03}", "all of 001")]
 )
 def test_the_key_stands_after_the_name(key: Any, text: str, db: None) -> None:
     """A format string, or a function's text, is the key, after the function's dotted name."""
@@ -350,11 +349,7 @@ def test_what_can_not_be_decorated_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [
-        ({"key": "{nubmer}"}, "nubmer"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"ttl": -1}, "ttl=-1"),
-    ],
+    [({"key": "{nubmer}"}, "nubmer"), ({"timeout": 0}, "timeout=0"), ({"ttl": -1}, "ttl=-1")],
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], sentence: str) -> None:
     """An option that means nothing is an error where it is written."""

@@ -46,11 +46,7 @@ class Ordering:
     """An idempotent task of the mailbox, and what became of it."""
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        using: str | None = None,
-        base: Any = SafeTask,
-        **options: Any,
+        self, mailbox: Mailbox, using: str | None = None, base: Any = SafeTask, **options: Any
     ) -> None:
         self.mailbox = mailbox
         self.alias = using or "default"

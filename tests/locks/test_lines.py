@@ -8,13 +8,7 @@ import pytest
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import (
-    LockBackendError,
-    cache_lock,
-    find_lock,
-    iter_locks,
-    release_lock,
-)
+from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks, release_lock
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, LockRequest

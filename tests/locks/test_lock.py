@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import (
-    ConfigurationError,
-    LockNotAcquired,
-    cache_lock,
-)
+from django_celery_safe import ConfigurationError, LockNotAcquired, cache_lock
 from django_celery_safe.leases.clock import boottime
 from tests.clock import HeldClock
 

@@ -14,12 +14,7 @@ import pytest
 from pymemcache.client.base import Client
 from pytest_django import Settings
 
-from django_celery_safe import (
-    ConfigurationError,
-    LockBackendError,
-    cache_lock,
-    find_lock,
-)
+from django_celery_safe import ConfigurationError, LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate

@@ -11,13 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from celery import Celery
 
-from django_celery_safe import (
-    CacheLock,
-    ConfigurationError,
-    LockNotAcquired,
-    cache_lock,
-    find_lock,
-)
+from django_celery_safe import CacheLock, ConfigurationError, LockNotAcquired, cache_lock, find_lock
 from tests.clock import HeldClock
 from tests.locks.renewals import stop_renewing
 from tests.processes import wait_for

@@ -12,10 +12,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT, BaseCache
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock, find_lock
-from django_celery_safe.exceptions import (
-    LockBackendError,
-    LockLost,
-)
+from django_celery_safe.exceptions import LockBackendError, LockLost
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, LockRequest

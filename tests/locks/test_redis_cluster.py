@@ -10,13 +10,7 @@ from types import ModuleType
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import (
-    CacheLock,
-    LockBackendError,
-    cache_lock,
-    find_lock,
-    iter_locks,
-)
+from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock, iter_locks
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Eviction

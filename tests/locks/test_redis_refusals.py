@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import (
-    ConfigurationError,
-    LockBackendError,
-    cache_lock,
-)
+from django_celery_safe import ConfigurationError, LockBackendError, cache_lock
 from django_celery_safe.inspection import lock_store
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores import redis as redis_store

@@ -173,11 +173,7 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
         lambda: list(iter_locks()),
     ]
     kept, other = cache_lock("kept", timeout=60), cache_lock("other", timeout=60)
-    with (
-        ThreadPoolExecutor(1) as pool,
-        kept,
-        hearing(LEASES_NOT_RENEWED) as failed,
-    ):
+    with ThreadPoolExecutor(1) as pool, kept, hearing(LEASES_NOT_RENEWED) as failed:
         assert other.acquire()
         waiting = start_waiting(pool, impatient, "kept")
         with impatient.silence():

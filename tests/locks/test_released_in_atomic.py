@@ -12,10 +12,7 @@ from django.test import TestCase
 from django_celery_safe import cache_lock, single_instance
 from django_celery_safe.locks import misuse
 
-pytestmark = [
-    pytest.mark.usefixtures("locks_in_memory"),
-    pytest.mark.django_db(transaction=True),
-]
+pytestmark = [pytest.mark.usefixtures("locks_in_memory"), pytest.mark.django_db(transaction=True)]
 
 app = Celery(set_as_current=False)
 

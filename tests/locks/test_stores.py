@@ -169,10 +169,7 @@ class InPlainTestCase(TestCase):
 
 @pytest.mark.parametrize("kind", ["django-redis", "django"])
 def test_two_round_trips(
-    kind: str,
-    settings: Settings,
-    redis_cache_settings: MakeRedisCache,
-    redis_server: RedisServer,
+    kind: str, settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
 ) -> None:
     """Acquire and release cost one command each on the server."""
     settings.CACHES = redis_cache_settings(kind)  # type: ignore[arg-type]

@@ -677,12 +677,7 @@ MUTATIONS = {
         ),
     ],
     "resuming": [
-        M(
-            "resuming.walks:Rows.read",
-            "__gt",
-            "__gte",
-            "the last row of a chunk is walked again",
-        ),
+        M("resuming.walks:Rows.read", "__gt", "__gte", "the last row of a chunk is walked again"),
         M(
             "resuming.chunks:Chunk.commit",
             "lost.raise_lost()",

@@ -14,18 +14,8 @@ from celery import chain, chord, group
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.contrib.django.task import DjangoTask
-from celery.exceptions import (
-    Ignore,
-    Reject,
-    SoftTimeLimitExceeded,
-    WorkerTerminate,
-)
-from celery.signals import (
-    after_task_publish,
-    task_received,
-    task_rejected,
-    task_revoked,
-)
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded, WorkerTerminate
+from celery.signals import after_task_publish, task_received, task_rejected, task_revoked
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import ContentDisallowed
@@ -334,8 +324,7 @@ def test_a_retry_is_sent_however_it_is_written(carried: Carried, how: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("left", "error"),
-    [("atomic()", WrongTransaction), ("autocommit off", ValueError)],
+    ("left", "error"), [("atomic()", WrongTransaction), ("autocommit off", ValueError)]
 )
 def test_a_task_that_leaves_a_transaction_open_fails(
     carried: Carried, left: str, error: type[Exception]

@@ -280,7 +280,7 @@ KINDS: dict[str, Kind] = {
     ),
     "unique, in a chain": Kind(lambda: chain(once.s(2), add.s(1))),
     "single instance for this call": Kind(
-        options={"single_instance": {"key": "{x}", "timeout": 50, "on_conflict": "skip"}},
+        options={"single_instance": {"key": "{x}", "timeout": 50, "on_conflict": "skip"}}
     ),
     "chord of chords": Kind(
         lambda: chord([chord([add.s(1), add.s(2)], total.s()), add.s(3)], total.s())

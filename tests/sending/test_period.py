@@ -119,8 +119,7 @@ def test_no_end_of_a_run_ends_the_period(how: str, mailbox: Mailbox) -> None:
 
 @pytest.mark.usefixtures("locks_in_memory")
 @pytest.mark.parametrize(
-    "options",
-    [{"countdown": 5000}, {"expires": datetime.now(UTC) - timedelta(days=1)}],
+    "options", [{"countdown": 5000}, {"expires": datetime.now(UTC) - timedelta(days=1)}]
 )
 def test_the_period_begins_at_the_send(options: dict[str, Any], mailbox: Mailbox) -> None:
     """Neither the message's eta nor its expiry makes it longer or shorter."""

@@ -35,14 +35,7 @@ from django_celery_safe.signals import task_duplicate, task_sent
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.listening import receiving
-from tests.processes import (
-    FunctionFailed,
-    meet,
-    run_in_processes,
-    start_in_process,
-    tell,
-    wait_for,
-)
+from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
 from tests.sending.conftest import MakeApp, hearing, ids
 from tests.sending.published import Published, take_published
 from tests.sending.relaying import meet_once_claimed

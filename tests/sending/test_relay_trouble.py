@@ -601,10 +601,7 @@ def test_a_database_without_autocommit_is_refused(outbox: str) -> None:
 
 
 def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
-    make_database: MakeDatabase,
-    sent: Sent,
-    settings: "Settings",
-    monkeypatch: pytest.MonkeyPatch,
+    make_database: MakeDatabase, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shipped task relays the outboxes that it can, and fails all the same."""
     from django_celery_safe.tasks import relay_outbox

@@ -38,11 +38,7 @@ def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> 
     assert seen == [[], ("rw", [])]
     staged.deliver(staged.take_one())
     run.refresh_from_db()
-    assert (run.params, shown(run), people(staged).count()) == (
-        {"width": 640, "b": True},
-        "ss",
-        1,
-    )
+    assert (run.params, shown(run), people(staged).count()) == ({"width": 640, "b": True}, "ss", 1)
 
 
 @pytest.mark.parametrize("end", ["error", "False", "retry"])

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task
 
-from django_celery_safe import (
-    ConfigurationError,
-    SafeTask,
-    idempotent,
-    single_instance,
-    stages,
-)
+from django_celery_safe import ConfigurationError, SafeTask, idempotent, single_instance, stages
 from django_celery_safe.stages import plan as plans
 from tests.concurrency.mailbox import Mailbox
 from tests.stages.tasks import add, note, plain

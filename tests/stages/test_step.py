@@ -7,13 +7,7 @@ import pytest
 from celery import current_task
 from django.db import transaction
 
-from django_celery_safe import (
-    InvalidResult,
-    SafeTask,
-    WrongTransaction,
-    single_instance,
-    stages,
-)
+from django_celery_safe import InvalidResult, SafeTask, WrongTransaction, single_instance, stages
 from django_celery_safe.models import OutboxMessage, StageRun
 from django_celery_safe.signals import run_started
 from tests.concurrency.mailbox import Mailbox

@@ -49,11 +49,7 @@ def test_a_task_is_a_task_of_celery(by_hand: ByHand) -> None:
     assert (message.id, message.args, message.kwargs) == (result.id, [1], {"y": 2})
     described = message.ours["django_task"]
     assert datetime.fromisoformat(described.pop("enqueued_at")) <= result.enqueued_at
-    assert described == {
-        "backend": "default",
-        "queue_name": "default",
-        "run_after": "",
-    }
+    assert described == {"backend": "default", "queue_name": "default", "run_after": ""}
     assert len(result.id) < 64
 
 

@@ -16,12 +16,7 @@ from celery.canvas import Signature
 from celery.exceptions import ChordError, Reject
 from django.db import transaction
 
-from django_celery_safe import (
-    SafeTask,
-    find_lock,
-    send_on_commit,
-    single_instance,
-)
+from django_celery_safe import SafeTask, find_lock, send_on_commit, single_instance
 from tests.app.celery import app
 from tests.app.tasks import add, note
 from tests.concurrency.holders import held_by
@@ -120,11 +115,7 @@ PLACES: dict[str, tuple[Callable[[Parts], Signature[Any]], Any, str]] = {
     "chain, middle": (lambda p: chain(p.step("a"), p.twin, p.step("b")), "b", "a b"),
     "chain, last": (lambda p: chain(p.step("a"), p.step("b"), p.twin), None, "a b"),
     "group": (lambda p: group(p.step("a"), p.twin, p.step("b")), ["a", None, "b"], "a b"),
-    "chord header": (
-        lambda p: chord([p.step("a"), p.twin], p.keep()),
-        ["a", None],
-        "a kept",
-    ),
+    "chord header": (lambda p: chord([p.step("a"), p.twin], p.keep()), ["a", None], "a kept"),
     "chord body": (lambda p: chord([p.step("a"), p.step("b")], p.twin), None, "a b"),
     "chain over a group": (
         lambda p: chain(p.step("a"), group(p.twin, p.step("b")), p.keep()),

@@ -278,11 +278,7 @@ ends_solo = pytest.mark.skipif(
 
 @pytest.mark.usefixtures("relay")
 @pytest.mark.parametrize(
-    "pool",
-    [
-        pytest.param("solo", marks=ends_solo),
-        pytest.param("prefork", marks=pytest.mark.long),
-    ],
+    "pool", [pytest.param("solo", marks=ends_solo), pytest.param("prefork", marks=pytest.mark.long)]
 )
 def test_a_cold_shutdown_gives_the_task_back(scene: Scene, room: Room, pool: str) -> None:
     """Whichever process runs it; that is no failure and no death, and the next worker runs it."""

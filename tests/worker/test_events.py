@@ -389,8 +389,7 @@ TABLE = [
     ),
     Row("child killed", [*sent(), Step(killed("FAILURE"), FREE)], stages=DATABASE),
     Row(
-        "child killed, acknowledged late",
-        [*sent(event_tasks.late), Step(killed("FAILURE"), FREE)],
+        "child killed, acknowledged late", [*sent(event_tasks.late), Step(killed("FAILURE"), FREE)]
     ),
     Row(
         "child killed, delivered again",
@@ -438,11 +437,7 @@ TABLE = [
     ),
     Row(
         "sent by name",
-        [
-            Step(send_by_name, FREE, 0),
-            Step(begin, RUNNING_ALONE, 0),
-            Step(end("SUCCESS"), FREE),
-        ],
+        [Step(send_by_name, FREE, 0), Step(begin, RUNNING_ALONE, 0), Step(end("SUCCESS"), FREE)],
     ),
     Row("replace by itself", twice(event_tasks.noted, "replace by itself", "SUCCESS")),
     Row("autoretry exhausted", twice(event_tasks.autoretried, "fail", "FAILURE")),
@@ -455,11 +450,7 @@ if IS_CELERY_57:
     TABLE.append(
         Row(
             "child killed, sent again by Celery",
-            [
-                *sent(event_tasks.lost),
-                Step(run_after_kill, RUNNING, 0),
-                Step(end("SUCCESS"), FREE),
-            ],
+            [*sent(event_tasks.lost), Step(run_after_kill, RUNNING, 0), Step(end("SUCCESS"), FREE)],
         )
     )
 

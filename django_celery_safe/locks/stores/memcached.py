@@ -15,11 +15,7 @@ from contextlib import closing
 from typing import Any, ClassVar, Final, TypeVar
 
 from pymemcache.client.base import Client
-from pymemcache.exceptions import (
-    MemcacheError,
-    MemcacheServerError,
-    MemcacheUnexpectedCloseError,
-)
+from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUnexpectedCloseError
 from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock

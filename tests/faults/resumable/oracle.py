@@ -35,11 +35,7 @@ class Plan(AnyPlan):
     @property
     def harms(self) -> dict[str, int]:
         """How often each harm is done."""
-        return {
-            "child": self.child_kills,
-            "worker": self.worker_kills,
-            "shutdown": self.shutdowns,
-        }
+        return {"child": self.child_kills, "worker": self.worker_kills, "shutdown": self.shutdowns}
 
     @property
     def pause(self) -> float:
