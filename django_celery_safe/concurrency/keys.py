@@ -26,8 +26,9 @@ from kombu.serialization import dumps, loads
 
 from .. import conf
 from ..delivery.call import inner_signature, own_signature
-from ..exceptions import ConfigurationError, NotSerializable
+from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
+from .odd_arguments import BY_POSITION, ArgumentsDontFit, find_named, refuse
 from .options import VARIABLE, Key, template_names
 
 #: Takes any arguments: those of a message that something changes before the function gets them.
@@ -35,22 +36,6 @@ _ANY: Final = inspect.signature(lambda *args, **kwargs: None)
 
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
-
-_BY_POSITION: Final = frozenset(
-    {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-)
-
-_HINT: Final = (
-    'Send its primary key or plain data instead, or choose the arguments that count with key=["…"].'
-)
-_KEY_HINT: Final = (
-    'Choose the arguments that count with key=["…"], or make a text of it yourself with '
-    "key=lambda …: …."
-)
-
-
-class ArgumentsDontFit(TypeError):
-    """The arguments of a call don't fit the task's signature."""
 
 
 def call_key(
@@ -100,11 +85,15 @@ def call_key(
     if len(given) < len(call.signature.parameters):
         call.apply_defaults()
     if not isinstance(rule, conf.Unset) and not callable(rule):
-        found = _find_named(task_name, function, bound, call, _names(rule), is_send=is_send)
-        if found is not None:
-            call.arguments = found
+        # Sorted: a set's order differs between processes.
+        names = sorted(set(template_names(rule) if isinstance(rule, str) else rule))
+        if call.arguments.keys() >= set(names):
+            call.arguments = {name: call.arguments[name] for name in names}
         else:
-            rule = conf.UNSET
+            whole, fits = _signatures(function, bound).whole, call.signature is not _ANY
+            found = find_named(task_name, whole, call, names, is_send=is_send, fits=fits)
+            rule = conf.UNSET if found is None else rule
+            call.arguments = call.arguments if found is None else found
     raw = dict(call.arguments)
     for name, value in raw.items():
         call.arguments[name] = to_wire(value, serializer)
@@ -126,7 +115,7 @@ def call_key(
             if name in given and not is_digest:
                 values = _values(call, name, value)
                 if not _is_added(values, sent) or not isinstance(rule, conf.Unset):
-                    raise _refuse(task_name, name, value, serializer, error) from error
+                    raise refuse(task_name, name, value, serializer, error) from error
                 short += values
             parts.append(encode(name) + "default")
     if short:
@@ -158,19 +147,6 @@ def _key_of_plain(function: Callable[..., Any], bound: bool, args: Sequence[Any]
     return _digest(text)
 
 
-def _refuse(
-    task_name: str, name: str, value: Any, serializer: str, error: Exception
-) -> ConfigurationError | NotSerializable:
-    """Return the error for an argument that has no encoding, although the key needs it."""
-    if isinstance(error, TypeError) and _can_be_sent(value, serializer):
-        return ConfigurationError(
-            f"The key of task {task_name} can't be made of its argument {name}, which "
-            f"is or holds {error}: the serializer {serializer!r} can send it, but it "
-            f"has no form that is surely the same for equal values. {_KEY_HINT}"
-        )
-    return NotSerializable(task_name, name, str(error), _HINT)
-
-
 def _values(call: inspect.BoundArguments, name: str, value: Any) -> Sequence[Any]:
     """Return the values that were given for one parameter: many for ``*args`` and ``**kwargs``."""
     parameter = call.signature.parameters.get(name)
@@ -188,82 +164,6 @@ def _is_added(values: Sequence[Any], sent: Sequence[Any] | None) -> bool:
 
 def _is_among(value: Any, others: Sequence[Any]) -> bool:
     return any(value is other for other in others)
-
-
-def _find_named(
-    task_name: str,
-    function: Callable[..., Any],
-    bound: bool,
-    call: inspect.BoundArguments,
-    names: Sequence[str],
-    *,
-    is_send: bool,
-) -> dict[str, Any] | None:
-    """
-    Return the named arguments of a call; None: a message that is sent does not have them.
-
-    A decorator with ``*args`` and ``**kwargs`` may add arguments before those of the call, or by
-    name. So an argument of the call that is given by position is the named one only if no other
-    could be.
-
-    Raises:
-        ArgumentsDontFit: The call does not have them.
-        ConfigurationError: A name is the task itself; or it is not certain which argument it is.
-    """
-    if all(name in call.arguments for name in names):
-        return {name: call.arguments[name] for name in names}
-    whole = _signatures(function, bound).whole
-    for name in names:
-        if name not in call.arguments and name not in whole.parameters:
-            raise ConfigurationError(
-                f"The key of task {task_name} names {name!r}, which is the task itself (bind=True) "
-                f"and the same in all calls. Leave it out."
-            )
-    parameters = call.signature.parameters
-    given, positional = dict(call.arguments), ()
-    for name in call.arguments:
-        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            positional = given.pop(name)
-        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name)
-    places = [
-        name
-        for name, parameter in whole.parameters.items()
-        if parameter.kind in _BY_POSITION and name not in given
-    ]
-    defaults = {
-        name: parameter.default
-        for name, parameter in whole.parameters.items()
-        if parameter.default is not parameter.empty
-    }
-    readings = []
-    for added in range(len(places) - len(positional) + 1):
-        values = {**defaults, **dict(zip(places[added:], positional, strict=False)), **given}
-        if all(name in values for name in names):
-            readings.append({name: values[name] for name in names})
-    if readings and all(_is_same(reading, readings[0]) for reading in readings):
-        return readings[0]
-    if is_send and (not readings or call.signature is _ANY):
-        return None
-    if not readings:
-        raise ArgumentsDontFit(f"an argument of the key is missing: {', '.join(names)}")
-    raise ConfigurationError(
-        f"The key of task {task_name} names {', '.join(names)}, but a decorator below adds "
-        f"arguments, so it is not certain which of {positional!r:.100} that is. Pass the arguments "
-        f"of the key by name, or put that decorator above."
-    )
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(value is other[name] for name, value in one.items())
-
-
-def _can_be_sent(value: Any, serializer: str) -> bool:
-    try:
-        dumps(value, serializer)
-    except Exception:  # noqa: BLE001 - serializers raise what they like
-        return False
-    return True
 
 
 def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:
@@ -365,16 +265,6 @@ def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.Bound
         ) from error
 
 
-# Cached: parsing a template takes longer than filling it in.
-_names_of = lru_cache(maxsize=1024)(template_names)
-
-
-def _names(rule: Any) -> list[str]:
-    names = _names_of(rule) if isinstance(rule, str) else rule
-    # Sorted: a set's order differs between processes.
-    return sorted(set(names))
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether JSON certainly delivers ``value`` unchanged."""
     kind = type(value)
@@ -444,7 +334,7 @@ def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
     if len(named) == len(own.parameters) or not named <= whole.parameters.keys():
         whole = own
     kinds = {parameter.kind for parameter in whole.parameters.values()}
-    if not kinds <= _BY_POSITION:
+    if not kinds <= BY_POSITION:
         return _Signatures(own, whole, None, None)
     names = tuple(whole.parameters)
     return _Signatures(own, whole, names, tuple(map(encode, names)))

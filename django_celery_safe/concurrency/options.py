@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from .. import conf
@@ -237,6 +238,7 @@ def _check_key_function(function: Callable[..., Any], key: Callable[..., Any]) -
     )
 
 
+@lru_cache(maxsize=1024)  # parsing a template takes longer than filling it in
 def template_names(template: str) -> list[str]:
     """
     Return the argument names that a format string uses, including those in format specs.

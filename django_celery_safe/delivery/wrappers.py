@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from celery.app.task import Context
 from django.utils.module_loading import import_string
 
 from .call import Args, Function, Kwargs, find_request
-from .header import find_ours, get_header
+from .header import get_header
 
 #: Called with a task, its request, the function to run, and its arguments; may run it or not.
 Wrapper: TypeAlias = Callable[[Any, Context, Function, Args, Kwargs], Any]
@@ -31,16 +31,10 @@ def wrap_run(task: Any) -> Function:
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        request = task.request  # read once, because it costs more than the rest
-        found = find_ours(request)
-        if (
-            found is None
-            or not isinstance(found, Mapping)
-            or not any(field in found for field, _ in WRAPPERS)
-            or (request := find_request(task, run)) is None
-        ):
+        header, inner = get_header(task.request), run
+        asks = header and any(field in header for field, _ in WRAPPERS)
+        if not asks or (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
-        header, inner = get_header(request), run
         for field, path in reversed(WRAPPERS):
             if field in header:
                 inner = functools.partial(_call, _wrapper(path), task, request, inner)

@@ -329,7 +329,9 @@ def once(task: Any, how: str, state: str | None, after: Locks = FREE) -> list[St
 
 def twice(task: Any, how: str, state: str) -> list[Step]:
     """Return the steps of a task that runs twice, the second time at once after the first."""
-    return [*sent(task, how), Step(run_again, RUNNING, 0), Step(end(state), FREE)]
+    # Celery stores that it is retried while it runs again, and would store it over its success.
+    retried = [] if "replace" in how else [Step(result("RETRY"), RUNNING, 0)]
+    return [*sent(task, how), Step(run_again, RUNNING, 0), *retried, Step(end(state), FREE)]
 
 
 def refusal(task: Any, state: str, error: Any, *more: Any, **options: Any) -> list[Step]:
