@@ -108,7 +108,7 @@ class ClaimedMessage(NamedTuple):
         if row.chord:
             needed.append("the result backend")
         if "sent" in header:
-            needed.append(f"the store of its lock {header.get('cache', '')}")
+            needed.append("the store of its lock")
         return cls(row, message, " and ".join(needed))
 
     @property
