@@ -88,7 +88,7 @@ def _find_run(outcome: Outcome, asked: Asked) -> HeldLock | None:
     return None
 
 
-def _in_background(free: Callable[[], None]) -> None:
+def _in_background(free: Callable[[], object]) -> None:
     in_background(
         free, locate().close, "A dead run's locks could not be freed and end by their leases."
     )

@@ -90,10 +90,16 @@ class SentLock:
         left = seconds_until(expires)
         return seconds if left is None else max(0.0, min(seconds, left))
 
-    def move(self, seconds: float) -> None:
-        """Make the lock end in ``seconds`` (0: now); if the store fails, it ends by its lease."""
+    def move(self, seconds: float) -> bool:
+        """
+        Make the lock end in ``seconds``; 0: now.
+
+        Returns:
+            Whether the store answered; if not, the lock ends by its lease.
+        """
+        is_moved = True
         if self._pid != os.getpid():
-            return  # a child of a bare os.fork(), which also leaves the run's blocks
+            return is_moved  # a child of a bare os.fork(), which also leaves the run's blocks
         try:
             if seconds:
                 lease = self._store.nearest_lease(seconds)
@@ -101,8 +107,10 @@ class SentLock:
             else:
                 self._store.release(self.name, self.token)
         except CelerySafeError as error:
+            is_moved = False
             self._emit_not_moved(error)
         self.settled = True
+        return is_moved
 
     def hold(
         self, lock: CacheLock, lease: Lease[Store], options: Options, call: Callable[[], T]

@@ -259,7 +259,7 @@ def encode_holder(name: str, holder: Holder, limit: int = 1) -> str:
     task_id = "null" if holder.task_id is None else _quoted(holder.task_id)
     arguments = "null" if holder.arguments is None else _quoted(holder.arguments)
     # Whole milliseconds: the text of a float takes as long as all of the rest.
-    lease = "null" if holder.lease is None else int(holder.lease * 1000)
+    lease = "null" if holder.lease is None else round(holder.lease * 1000)
     more = "" if limit == 1 else f",{limit}"
     return (
         f"[{_quoted(name)},{_quoted(holder.host)},{holder.pid},{int(holder.since * 1000)},"

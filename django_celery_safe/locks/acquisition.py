@@ -114,10 +114,9 @@ def try_acquire(
         if not isinstance(outcome, Acquired):
             return outcome
         run = None if request is None else weakref.ref(request)
-        owner = weakref.ref(lock) if renew else None
+        ends = (weakref.ref(lock) if renew else None, here.thread, run)
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
-        facts = (outcome.fence, owner, here.thread, run)
-        lease = Lease(store, name, token, seconds, asked_at, on_lost, *facts)
+        lease = Lease(store, name, token, seconds, asked_at, on_lost, outcome.fence, *ends)
         took = clock.now() - asked_at
         if took < seconds - store.early:
             if along is not None:

@@ -279,15 +279,15 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """
         Delete rows so that their tasks do not run, or do not run again.
 
-        At the commit the locks of their sends are freed, so that the same may be sent again.
+        At the commit the locks of their sends are freed, but for those of periods.
         """
-        from ..sending.deduplicate import free_lock  # needs the app registry
+        from ..sending.deduplicate import free_locks  # needs the app registry
 
         self._for_write = True
-        rows = change_locked(self.discardable(), ("task", "task_id", "properties"))
+        rows = change_locked(self.discardable(), ("task", "task_id", "state", "properties"))
         self._emit(MESSAGE_DISCARDED, [row[:2] for row in rows])
-        for task, _task_id, properties in rows:
-            transaction.on_commit(partial(free_lock, task, properties), using=self.db)
+        waiting = [(row[0], row[3]) for row in rows if row[2] in (State.PENDING, State.SENT)]
+        transaction.on_commit(partial(free_locks, waiting), using=self.db)
         return len(rows)
 
     def _emit(self, event: Event, rows: list[tuple[str, str]]) -> None:

@@ -80,7 +80,7 @@ class Rows:
         found = list(rows[:most])
         if found and getattr(found[0], self._name) == at:  # SQLite keeps 15 digits of a decimal
             raise ConfigurationError(
-                f"resumable() walks {self.of}, and the database finds {at!r} behind itself: it "
+                f"resumable() can't walk {self.of}: the database finds {at!r} behind itself, as it "
                 f"compares that key less exactly than Python. Walk another key."
             )
         # The last key before the body runs, which may give a row another one.

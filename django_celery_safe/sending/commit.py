@@ -104,20 +104,15 @@ def must_wait(using: str | None) -> bool:
             )
     if connection.in_atomic_block:
         return True
-    if not _is_autocommit(connection):
+    # get_autocommit() would open a closed connection, although the send needs none.
+    is_open = connection.connection is not None
+    if not (connection.get_autocommit() if is_open else connection.settings_dict["AUTOCOMMIT"]):
         raise WrongTransaction(
             f"A task is to be sent on commit of the database {alias!r}, whose autocommit is off "
             f"without an atomic() block: Django does not know of its commits. Use atomic(), or "
             f"send the task yourself after the commit."
         )
     return False
-
-
-def _is_autocommit(connection: Any) -> bool:
-    # get_autocommit() would open a closed connection, although the send needs none.
-    if connection.connection is None:
-        return bool(connection.settings_dict["AUTOCOMMIT"])
-    return bool(connection.get_autocommit())
 
 
 def hold(

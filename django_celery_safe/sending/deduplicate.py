@@ -8,7 +8,7 @@ A message is published unless the same message is already on its way: then it is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -283,11 +283,12 @@ def publish_once(
     return None
 
 
-def free_lock(task: str, properties: str) -> None:
-    """Free the lock of a message that is discarded, by the properties of its row."""
-    sent = find_lock_of(task, read_header(find_headers(properties), task))
-    if sent is not None:
-        sent.move(0)
+def free_locks(messages: Iterable[tuple[str, str]]) -> None:
+    """Free the locks of messages that are discarded, by their tasks and properties."""
+    for task, properties in messages:
+        sent = find_lock_of(task, read_header(find_headers(properties), task))
+        if sent is not None and not sent.is_period and not sent.move(0):
+            return  # the store does not answer, and would be waited for again
 
 
 def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:

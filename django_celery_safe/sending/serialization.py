@@ -153,7 +153,7 @@ def find_headers(properties: str) -> dict[str, Any]:
     """Return the headers of a row's message; empty if it was changed by hand: a relay says so."""
     try:
         return dict(loads(properties)["options"]["headers"])
-    except (*GARBLED, KeyError):
+    except (*GARBLED, KeyError, AttributeError, ArithmeticError):
         return {}
 
 

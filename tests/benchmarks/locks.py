@@ -123,7 +123,7 @@ def floors_on(connection: Any, bare: socket.socket, server: RedisServer) -> dict
         ])  # fmt: skip
 
     def ask_bare() -> None:
-        for request, answer in zip(scripts, (b"$16", b":1"), strict=True):
+        for request, answer in zip(scripts, (b"*2", b":1"), strict=True):
             bare.sendall(request)
             assert bare.recv(4096).startswith(answer)
 

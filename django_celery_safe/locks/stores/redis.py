@@ -145,8 +145,10 @@ class RedisStore(Store):
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         self._make_key = cache.make_key
         self._shared = str(cache.make_key(FENCE)), str(cache.make_key(LISTING))
+        #: :meth:`make_keys`, which remembers them: each lock's are needed at least twice.
+        self._keys = lru_cache(maxsize=10_000)(self.make_keys)
 
-    def _keys(self, name: str) -> Keys:
+    def make_keys(self, name: str) -> Keys:
         """Return the keys of a lock, or of a place of a lock."""
         return Keys(str(self._make_key(LOCK_KEY + plain_name(name))), *self._shared)
 

@@ -120,13 +120,13 @@ class ClusterStore(RedisStore):
         self.where = f'CACHES["{alias}"] (redis cluster)'
         self._listings = [_tag(number) + str(cache.make_key(LISTING)) for number in range(BUCKETS)]
 
-    def _keys(self, name: str) -> Keys:
+    def make_keys(self, name: str) -> Keys:
         lock = name
         # A place's lock may itself have a name that looks like a place of another lock.
         while (outer := split_place(lock)[0]) != lock:
             lock = outer
         tag = _tag(crc32(plain_name(lock).encode()) % BUCKETS)
-        return Keys(*[tag + key for key in super()._keys(name)])
+        return Keys(*[tag + key for key in super().make_keys(name)])
 
     def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
         buckets: dict[str, list[int]] = defaultdict(list)
