@@ -276,11 +276,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         return len(rows)
 
     def discard(self) -> int:
-        """
-        Delete rows so that their tasks do not run, or do not run again.
-
-        At the commit the locks of their sends are freed, but for those of periods.
-        """
+        """Delete rows so that their tasks do not run (again), and free the locks of their sends."""
         from ..sending.deduplicate import free_locks  # needs the app registry
 
         self._for_write = True
