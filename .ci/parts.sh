@@ -14,6 +14,8 @@ mkdir -p "${CI_REPORTS:=$PWD/.ci/reports}"
 reports=$(cd "$CI_REPORTS" && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/safe-ci-XXXXXX")
 trap finish EXIT
+# Otherwise a part that a signal ends would count as passed.
+trap 'exit 143' HUP INT TERM
 
 # One line for each part that has ended: its exit code, its seconds and its name.
 parts=$work/parts
