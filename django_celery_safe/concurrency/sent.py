@@ -21,8 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 from celery.exceptions import Ignore, Retry
 
@@ -42,10 +41,6 @@ from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
 
 T = TypeVar("T")
-
-
-#: The lock of each running message, for as long as Celery keeps the request.
-_locks: Final[WeakKeyDictionary[Any, SentLock]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -308,11 +303,11 @@ def find_sent(request: Any, header: Header | None = None) -> SentLock | None:
     Args:
         header: The message's header; None: it is read.
     """
-    sent = _locks.get(request)
+    sent: SentLock | None = getattr(request, "safe_sent", None)
     if sent is None:
         sent = find_lock_of(request.task, get_header(request) if header is None else header)
         if sent is not None:
-            sent = _locks.setdefault(request, sent)
+            request.safe_sent = sent
     return sent
 
 

@@ -69,7 +69,7 @@ def find_call(
     current = get_current_task()
     task = _find_task(decorated, args, current)
     context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
-    bound = bool(args) and isinstance(args[0], Task | context)
+    bound = bool(args) and isinstance(args[0], (Task, context))
     return task, _find_request(task, function, current), bound
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 from .. import conf
 from ..texts import get_logger
@@ -74,8 +73,6 @@ _FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
 #: The fields that the caller of a send may set. A send drops all other fields from the caller's
 #: header, and sets them itself.
 _GIVEN: Final = ("step", "django_task")
-#: The header of each message that runs, for as long as Celery keeps its request.
-_headers: Final[WeakKeyDictionary[Any, Header]] = WeakKeyDictionary()
 
 
 def read_given_fields(headers: Mapping[str, Any] | None, task: str) -> Header:
@@ -145,9 +142,9 @@ def get_header(request: Any) -> Header:
     """Return our header of the message that runs; empty without one."""
     if request is None or (found := find_ours(request)) is None:
         return Header()
-    header = _headers.get(request)
+    header: Header | None = getattr(request, "safe_header", None)
     if header is None:
-        header = _headers[request] = read_header({HEADER: found}, request.task)
+        header = request.safe_header = read_header({HEADER: found}, request.task)
     return header
 
 

@@ -96,6 +96,9 @@ def locate() -> Location:
 
 def get_store() -> Store:
     """Return this process's store in that place."""
+    project = conf.given()
+    if project.get("LOCK_DATABASE") is None:  # each acquisition asks: without a Location
+        return _cache_store(project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
     return locate().store()
 
 

@@ -34,6 +34,9 @@ POP_MARGIN: Final = 0.5
 #: Longest pause, s, after a pop whose connection broke, most likely in a restart, which ends every
 #: pop. A random pause spreads the waiters.
 PAUSE: Final = 0.05
+#: How long after its last answer, s, a connection is taken without a look at it. No server restarts
+#: in that time, and a connection that broke meanwhile costs a second try, as any other does.
+FRESH: Final = 0.05
 #: Idle connections that are kept, although waiters may have opened hundreds.
 MOST_IDLE: Final = 20
 #: All errors of redis-py, and of the operating system. Errors that a cluster client itself raises
@@ -121,7 +124,8 @@ class Connections:
                 # shorter timeouts is not for a request that may wait as long as the settings say.
                 # A healthy connection has nothing to read.
                 is_fit = connection.pid == os.getpid() and (within or not connection.is_hasty)
-                if is_fit and not _can_read(connection):
+                is_fresh = time.monotonic() - connection.answered_at < FRESH
+                if is_fit and (is_fresh or not _can_read(connection)):
                     return connection
             except CLIENT_ERRORS:
                 pass  # the server closed it
@@ -130,7 +134,7 @@ class Connections:
 
     def _open(self, within: float | None = None) -> Any:
         connection = self._pool.connection_class(**{"command_packer": GREETER, **self.options})
-        connection.is_hasty = within is not None
+        connection.is_hasty, connection.answered_at = within is not None, time.monotonic()
         if within is not None:
             # Not by options: a unix socket, or a project's own class, may have others.
             for timeout in ("socket_timeout", "socket_connect_timeout"):
@@ -177,6 +181,7 @@ class Connections:
             connection.disconnect()
             raise
         if len(self.idle) < MOST_IDLE:
+            connection.answered_at = time.monotonic()
             self.idle.append(connection)
         else:
             connection.disconnect()
