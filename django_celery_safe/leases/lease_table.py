@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final
@@ -23,7 +23,7 @@ from ..transactions import (
     refuse_unmigrated,
 )
 from .holder import HeldLock, plain_name
-from .store import LeaseStore, Renewal
+from .store import LeaseStore, Renewals
 
 #: Tick of SQLite's clock, s: a lease may end that much earlier.
 CLOCK_TICK: Final = 0.001
@@ -96,7 +96,7 @@ class LeaseTable(DatabaseLeases):
     def find_held(self, name: str) -> HeldLock | None:
         """Return the (last) holder and the lease of the row with this name; None: no row."""
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool | None]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool | None]:
         alike: dict[float, dict[str, str]] = {}
         for one in renewals:
             alike.setdefault(one.seconds, {})[one.token] = plain_name(one.name)

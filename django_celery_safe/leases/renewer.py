@@ -238,7 +238,6 @@ class Lane:
         """Replace this thread if the block takes longer than ``longest`` seconds."""
         self._turn = turn = object()
         watch = clock.timer(longest, self._replace, [turn, longest])
-        watch.daemon = True
         if self._store.may_hang:
             with suppress(RuntimeError):  # the system has no thread left, or Python shuts down
                 watch.start()
@@ -307,12 +306,12 @@ class Lane:
             ours = [lease for lease in leases if lease.lane is self]
             # Later, those with a request of another lane under way: the store may get it last.
             busy = set[Lease[Any]]().union(*self._renewer.renewing.values())
-            leases = [lease for lease in ours if lease not in busy]
+            leases = [lease for lease in ours if lease not in busy] if busy else ours
             for lease in busy.intersection(ours):
                 pause = max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
                 lease.renew_at = clock.now() + pause
                 self._wakes_at = min(self._wakes_at, lease.renew_at)
-            asked = [Renewal(lease.name, lease.token, lease.seconds) for lease in leases]
+            lengths = [lease.seconds for lease in leases]  # the holder may change one meanwhile
             self._renewer.renewing[self] = leases
             self._is_connected |= self._store.connects_threads
         asked_at, failure = clock.now(), None
@@ -320,7 +319,7 @@ class Lane:
         try:
             if leases:
                 self._store.leave_pool()
-                outcomes = self._store.extend(asked, within)
+                outcomes = self._store.extend(leases, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             failure = error
         finally:
@@ -330,13 +329,14 @@ class Lane:
         missed, lost = list[str](), list[Lease[Any]]()
         with self._mutex:
             self._replaced = self._replaced if failure else 0
-            for lease, request, extended in zip(leases, asked, outcomes, strict=True):
-                # Not if its holder has given it another length, or a later request was answered.
-                if extended and lease.seconds == request.seconds and asked_at > lease.asked_at:
-                    lease.began(asked_at)
-                if extended or lease.lane is not self:
-                    continue  # a lease that was released meanwhile is not lost
-                if extended is None:
+            for lease, length, extended in zip(leases, lengths, outcomes, strict=True):
+                if extended:
+                    # Not if its holder gave it another length, or a later request was answered.
+                    if lease.seconds == length and asked_at > lease.asked_at:
+                        lease.began(asked_at)
+                elif lease.lane is not self:
+                    pass  # a lease that was released meanwhile is not lost
+                elif extended is None:
                     # Counted from the request, so the retry is immediate if the answer took long.
                     lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
                     missed.append(lease.name)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from .holder import HeldLock
+
+if TYPE_CHECKING:
+    from .lease import Lease
 
 
 class Renewal(NamedTuple):
@@ -15,6 +18,10 @@ class Renewal(NamedTuple):
     name: str
     token: str
     seconds: float
+
+
+#: What stores extend: the renewing thread hands over the leases themselves, by the thousand.
+Renewals: TypeAlias = "Sequence[Renewal | Lease[Any]]"
 
 
 class LeaseStore(ABC):
@@ -41,9 +48,7 @@ class LeaseStore(ABC):
     where: str
 
     @abstractmethod
-    def extend(
-        self, renewals: Sequence[Renewal], within: float | None = None
-    ) -> Sequence[bool | None]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> Sequence[bool | None]:
         """
         Extend each lease to end ``seconds`` from now, if its token still holds it.
 

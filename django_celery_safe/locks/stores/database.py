@@ -28,7 +28,7 @@ from ...exceptions import CelerySafeError, WrongTransaction
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, decode_holder, encode_holder, place_names, plain_name
 from ...leases.lease_table import DatabaseLeases
-from ...leases.store import Renewal
+from ...leases.store import Renewals
 from ...transactions import is_pooled, is_transaction_open
 from .base import Acquired, LockRequest, Store, choose_place
 
@@ -123,7 +123,7 @@ class DatabaseStore(DatabaseLeases, Store):
             is_repeated = connection.connection is not session
             return is_repeated and remaining is not None and remaining > 0
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         asked = [(plain_name(renewal.name), renewal.token) for renewal in renewals]
         # A token belongs to one acquisition, so the token decides; the key is the primary
         # key, which finds the rows quickly.

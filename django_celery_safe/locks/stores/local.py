@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 from django.conf import settings
@@ -18,7 +18,7 @@ from django.conf import settings
 from ...exceptions import ConfigurationError
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, place_names
-from ...leases.store import Renewal
+from ...leases.store import Renewals
 from .base import Acquired, LockRequest, Store, choose_place
 
 
@@ -110,7 +110,7 @@ class LocalStore(Store):
         with memory.mutex:
             return memory.free(name, token)
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         memory = self._memory()
         with memory.mutex:
             held = [memory.find(renewal.name, renewal.token) for renewal in renewals]

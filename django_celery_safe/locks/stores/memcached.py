@@ -10,7 +10,7 @@ expired. memcached drops items when it is full.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -19,7 +19,7 @@ from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUn
 from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
-from ...leases.store import Renewal
+from ...leases.store import Renewals
 from .base import Acquired, LockRequest, Store
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class MemcachedStore(Store):
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return self._replace("release", name, token, GONE)
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         return [
             self._replace("extend", each.name, each.token, _expiry(each.seconds), within)
             for each in renewals

@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from django.core.cache import caches
 
 from ...exceptions import LockBackendError
 from ...leases.holder import HeldLock, encode_holder, plain_name, read_lock
-from ...leases.store import Renewal
+from ...leases.store import Renewals
 from .base import Acquired, LockRequest, Store
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class PortableStore(Store):
                 self._cache.delete(_key(name))
         return True
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         with self.errors("extend"):
             return [self._extend(r.name, r.token, r.seconds) for r in renewals]
 

@@ -40,7 +40,7 @@ from ...leases.holder import (
     plain_name,
     split_place,
 )
-from ...leases.store import Renewal
+from ...leases.store import Renewal, Renewals
 from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop
@@ -210,16 +210,18 @@ class RedisStore(Store):
         longest = min(seconds / 4, self._longest_pop) * random.uniform(0.7, 1.0)  # noqa: S311
         return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         extended: list[bool] = []
         # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
             page = renewals[start : start + PAGE]
-            lost = self._extend_page(page, within)
-            extended += [position not in lost for position in range(len(page))]
+            answers = [True] * len(page)
+            for position in self._extend_page(page, within):
+                answers[position] = False
+            extended += answers
         return extended
 
-    def _extend_page(self, renewals: Sequence[Renewal], within: float | None) -> set[int]:
+    def _extend_page(self, renewals: Renewals, within: float | None) -> list[int]:
         """Return the positions of the renewals whose locks are no longer ours."""
         keys = [self._keys(renewals[0].name).listing]
         keys += [self._keys(renewal.name).lock for renewal in renewals]
@@ -229,7 +231,7 @@ class RedisStore(Store):
             del leases[1:]  # the script extends all that follow by the last
         with self.errors("extend"):
             args = (tokens, " ".join(map(_milliseconds, leases)))
-            return set(map(int, self._run(scripts.EXTEND, keys, args, within)[0]))
+            return [int(lost) for lost in self._run(scripts.EXTEND, keys, args, within)[0]]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):

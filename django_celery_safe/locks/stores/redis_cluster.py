@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from binascii import crc32
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from redis import exceptions
@@ -21,7 +21,7 @@ from redis import exceptions
 from ...exceptions import CelerySafeError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, plain_name, split_place
-from ...leases.store import Renewal
+from ...leases.store import Renewals
 from .base import Store
 from .redis import LISTING, REFUSALS, Keys, RedisStore, client_of
 from .redis_connections import CLIENT_ERRORS, Pop
@@ -128,7 +128,7 @@ class ClusterStore(RedisStore):
         tag = _tag(crc32(plain_name(lock).encode()) % BUCKETS)
         return Keys(*[tag + key for key in super().make_keys(name)])
 
-    def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
+    def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         buckets: dict[str, list[int]] = defaultdict(list)
         for place, renewal in enumerate(renewals):
             buckets[self._keys(renewal.name).listing].append(place)
