@@ -59,10 +59,12 @@ Call: TypeAlias = Callable[[], Any]
 def run_alone(function: Function, options: Options) -> Function:
     """Return ``function`` so that each call takes its lock, or does what ``on_conflict`` says."""
 
+    unbound, of_task = [Guarded(function, options, bound) for bound in (False, True)]
+
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         task, request, bound = find_call(alone, function, args)
-        return _run(Guarded(function, options, bound), task, request, args, kwargs)
+        return _run(of_task if bound else unbound, task, request, args, kwargs)
 
     show_signature(alone, own_signature(function))
     alone.single_instance = options  # type: ignore[attr-defined]

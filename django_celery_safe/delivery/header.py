@@ -140,10 +140,11 @@ def find_ours(request: Any) -> Any:
 
 def get_header(request: Any) -> Header:
     """Return our header of the message that runs; empty without one."""
-    if request is None or (found := find_ours(request)) is None:
-        return Header()
-    header: Header | None = getattr(request, "safe_header", None)
+    header: Header | None = getattr(request, "safe_header", None)  # of None, too
     if header is None:
+        found = None if request is None else find_ours(request)
+        if found is None:
+            return Header()
         header = request.safe_header = read_header({HEADER: found}, request.task)
     return header
 

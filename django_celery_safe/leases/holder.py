@@ -248,7 +248,9 @@ def describe_arguments(args: object, kwargs: object) -> str | None:
     """
     if not (isinstance(args, str) and isinstance(kwargs, str)) or not conf.get("SHOW_ARGUMENTS"):
         return None
-    text = " ".join([part for part in (args, kwargs) if part not in NO_ARGUMENTS]) or "()"
+    text = args if kwargs in NO_ARGUMENTS else f"{args} {kwargs}"
+    if args in NO_ARGUMENTS:
+        text = "()" if kwargs in NO_ARGUMENTS else kwargs
     return text if len(text) <= LONGEST_ARGUMENTS else f"{text[: LONGEST_ARGUMENTS - 1]}…"
 
 

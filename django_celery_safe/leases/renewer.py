@@ -79,7 +79,8 @@ class Renewer:
     def remove(self, lease: Lease[Any]) -> None:
         """Stop renewing ``lease``; if it was its thread's last lease, close the connection."""
         with self.mutex:
-            if (lane := self.drop(lease)) is not None:
+            lane = self.drop(lease)
+            if lane is not None and lane.is_connected:
                 lane.close_if_idle()
 
     def drop(self, lease: Lease[Any]) -> Lane | None:
@@ -162,7 +163,7 @@ class Lane:
         #: When the thread wakes up by itself, by :data:`clock`.
         self._wakes_at = math.inf
         #: Whether the thread has its own connection to the store.
-        self._is_connected = False
+        self.is_connected = False
         #: Stands for the requests of one turn; None: the thread is in no request.
         self._turn: object = None
         #: How many threads in a row were replaced before this one, without an answer.
@@ -170,7 +171,7 @@ class Lane:
 
     def add(self, lease: Lease[Any]) -> None:
         """Start renewing a lease."""
-        if self._is_idle():
+        if self.is_connected and not self.leases:
             self._renewer.changed.notify_all()  # the connection stays open: stop waiting for it
         self.leases.add(lease)
         if self._thread is None:
@@ -197,7 +198,7 @@ class Lane:
             self._renewer.changed.wait_for(lambda: not self._is_idle(), timeout=1.0)
 
     def _is_idle(self) -> bool:
-        return self._is_connected and not self.leases
+        return self.is_connected and not self.leases
 
     def _run(self) -> None:
         while True:
@@ -313,7 +314,7 @@ class Lane:
                 self._wakes_at = min(self._wakes_at, lease.renew_at)
             lengths = [lease.seconds for lease in leases]  # the holder may change one meanwhile
             self._renewer.renewing[self] = leases
-            self._is_connected |= self._store.connects_threads
+            self.is_connected |= self._store.connects_threads
         asked_at, failure = clock.now(), None
         outcomes: Sequence[bool | None] = [None] * len(leases)
         try:
@@ -359,7 +360,7 @@ class Lane:
             # A connection that can't be closed is already broken.
             logger.debug("A lock store's connection could not be closed.", exc_info=True)
         with self._mutex:
-            self._is_connected = False
+            self.is_connected = False
             self._renewer.changed.notify_all()
 
 

@@ -86,9 +86,10 @@ class CacheLock:
                     f"Release it first, or take it once, in the outermost function that needs it."
                 )
             self._forget()
+        project = conf.given()
         if isinstance(seconds, conf.Unset):
-            seconds = float(conf.get("LOCK_TIMEOUT"))
-        store = get_store()
+            seconds = float(conf.get("LOCK_TIMEOUT", project))
+        store = get_store(project)
         store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
@@ -142,10 +143,10 @@ class CacheLock:
             self._mine.lease = None
             renewer.remove(lease)
             store, facts = lease.store, (lease.name, lease.token, lease.remaining)
-            if self.along is None or not store.carries:
-                released = store.release(*facts)
-            else:
+            if store.carries:
                 released, self.along = store.release_along(*facts, self.along), None
+            else:
+                released = store.release(*facts)
         except NOT_SENT:
             self._mine.lease = lease
             self._keep_renewed(lease)

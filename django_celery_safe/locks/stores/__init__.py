@@ -94,9 +94,14 @@ def locate() -> Location:
     return Location("cache", project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
 
 
-def get_store() -> Store:
-    """Return this process's store in that place."""
-    project = conf.given()
+def get_store(project: Mapping[str, Any] | None = None) -> Store:
+    """
+    Return this process's store in that place.
+
+    Args:
+        project: The project's settings dict; None: it is looked up.
+    """
+    project = conf.given() if project is None else project
     if project.get("LOCK_DATABASE") is None:  # each acquisition asks: without a Location
         return _cache_store(project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
     return locate().store()
