@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class MessageRun:
         if sent is None:
             return self.run()
         # Where the store can do both at once, this request starts the run for both locks.
-        longest = 0.0 if self.options.unique_until == "start" else sent.timeout
+        longest = 0.0 if self.options.unique_until == "start" else math.inf
         self.lock.along = Renewal(sent.name, sent.token, longest)
         try:
             result = self.run(sent)

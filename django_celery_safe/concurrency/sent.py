@@ -67,7 +67,7 @@ class SentLock:
     passed_on: float | None = None
     settled: bool = False
     freed: Renewal | None = None
-    #: The lease while the run renews it; otherwise None.
+    #: The lease while the run renews it, or the run's, which takes it along; otherwise None.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
     _pid: int = field(default_factory=os.getpid)
@@ -132,20 +132,23 @@ class SentLock:
         for longer. If the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
         """
         self._store, is_carried, lock.along = run_lease.store, lock.along is None, None
-        if options.unique_until != "start":
-            if run_lease.lock is not None:
-                self._renew(run_lease.seconds, asks=not is_carried)
+        if options.unique_until == "start":
+            if is_carried:
+                self.settled = True
+            else:
+                self.move(0)
         elif is_carried:
-            self.settled = True
-        else:
-            self.move(0)
+            self._lease = run_lease
+            run_lease.along = Renewal(self.name, self.token, run_lease.seconds)
+        elif run_lease.lock is not None:
+            self._renew(run_lease.seconds)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
         if self._store.renews():
             self._renew(seconds)
 
-    def _renew(self, seconds: float, *, asks: bool = True) -> None:
+    def _renew(self, seconds: float) -> None:
         store, seconds = self._store, min(seconds, self.timeout)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         facts, alive = (self.name, self.token, seconds, clock.now()), weakref.ref(self)
@@ -154,7 +157,7 @@ class SentLock:
         self._lease = lease
         renewer.add(lease)
         try:
-            if asks and not store.extend([Renewal(self.name, self.token, seconds)])[0]:
+            if not store.extend([Renewal(self.name, self.token, seconds)])[0]:
                 self._stop_renewing()
         except CelerySafeError as error:
             self._emit_not_moved(error)
@@ -186,9 +189,11 @@ class SentLock:
             self.move(seconds)
 
     def _stop_renewing(self) -> None:
-        if self._lease is not None:
-            renewer.remove(self._lease)
-            self._lease = None
+        lease, self._lease = self._lease, None
+        if lease is not None and lease.along is not None:
+            lease.along = None
+        elif lease is not None:
+            renewer.remove(lease)
 
     def _emit_not_moved(self, error: CelerySafeError) -> None:
         """Report an error of the store instead of raising it: the lock ends by its lease."""

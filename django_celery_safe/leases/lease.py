@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from .clock import clock
 from .holder import HeldLock
-from .store import LeaseStore
+from .store import LeaseStore, Renewal
 
 if TYPE_CHECKING:
     from .renewer import Lane
@@ -45,6 +45,8 @@ class Lease(Generic[S]):
         thread: An object that lives as long as the thread that took it.
         run: The request of the running task, which lives as long as the run; None: no task.
         lane: The lane whose thread renews the lease; None: it is not renewed.
+        along: Another lock, of the same store and length, that is renewed in the same requests,
+            and whose loss is not reported.
     """
 
     store: S
@@ -60,6 +62,7 @@ class Lease(Generic[S]):
     pid: int = field(default_factory=os.getpid, init=False)
     lost: bool = field(default=False, init=False)
     lane: Lane | None = field(default=None, init=False)
+    along: Renewal | None = field(default=None, init=False)
     renew_at: float = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from redis import exceptions
@@ -34,9 +35,6 @@ POP_MARGIN: Final = 0.5
 #: Longest pause, s, after a pop whose connection broke, most likely in a restart, which ends every
 #: pop. A random pause spreads the waiters.
 PAUSE: Final = 0.05
-#: How long after its last answer, s, a connection is taken without a look at it. No server restarts
-#: in that time, and a connection that broke meanwhile costs a second try, as any other does.
-FRESH: Final = 0.05
 #: Idle connections that are kept, although waiters may have opened hundreds.
 MOST_IDLE: Final = 20
 #: All errors of redis-py, and of the operating system. Errors that a cluster client itself raises
@@ -124,8 +122,7 @@ class Connections:
                 # shorter timeouts is not for a request that may wait as long as the settings say.
                 # A healthy connection has nothing to read.
                 is_fit = connection.pid == os.getpid() and (within or not connection.is_hasty)
-                is_fresh = time.monotonic() - connection.answered_at < FRESH
-                if is_fit and (is_fresh or not _can_read(connection)):
+                if is_fit and not connection.has_news():
                     return connection
             except CLIENT_ERRORS:
                 pass  # the server closed it
@@ -134,7 +131,7 @@ class Connections:
 
     def _open(self, within: float | None = None) -> Any:
         connection = self._pool.connection_class(**{"command_packer": GREETER, **self.options})
-        connection.is_hasty, connection.answered_at = within is not None, time.monotonic()
+        connection.is_hasty = within is not None
         if within is not None:
             # Not by options: a unix socket, or a project's own class, may have others.
             for timeout in ("socket_timeout", "socket_connect_timeout"):
@@ -142,6 +139,13 @@ class Connections:
                 setattr(connection, timeout, within if own is None else min(own, within))
             connection.retry = Retry(NoBackoff(), 0)
         connection.connect()
+        if hasattr(select, "poll"):  # not on Windows
+            # In a sixth of the time of can_read().
+            poll = select.poll()
+            poll.register(connection._sock, select.POLLIN)
+            connection.has_news = partial(poll.poll, 0)
+        else:
+            connection.has_news = partial(connection.can_read, 0)
         return connection
 
     def _use(
@@ -181,7 +185,6 @@ class Connections:
             connection.disconnect()
             raise
         if len(self.idle) < MOST_IDLE:
-            connection.answered_at = time.monotonic()
             self.idle.append(connection)
         else:
             connection.disconnect()
@@ -190,15 +193,6 @@ class Connections:
         if refused is not None and isinstance(answer, list):
             raise refused
         return answer
-
-
-def _can_read(connection: Any) -> bool:
-    if not hasattr(select, "poll"):  # on Windows
-        return bool(connection.can_read(0))
-    # In a third of the time of can_read().
-    poll = select.poll()
-    poll.register(connection._sock, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _close(connections: list[Any]) -> None:
