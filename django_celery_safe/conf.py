@@ -63,7 +63,7 @@ class Span(NamedTuple):
     def seconds(self, value: Any, what: str) -> float:
         """Return a number of seconds, or a timedelta, in seconds."""
         seconds = value.total_seconds() if isinstance(value, timedelta) else value
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if is_number and self.least <= seconds <= self.most:  # NaN is in no range
             return float(seconds)
         raise wrong(value, what, f"{self.name}: give seconds or a timedelta, {self.limits}")

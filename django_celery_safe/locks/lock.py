@@ -93,7 +93,7 @@ class CacheLock:
         store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
-        started_at, tries = clock.now(), 0
+        started_at, tries = clock.now() if longest else 0.0, 0
         patience = None if longest == 0 else 0.0
         try:
             while True:

@@ -320,11 +320,12 @@ class RedisStore(Store):
         pop: Pop | None = None,
     ) -> tuple[Any, bool]:
         """Run a script; return its answer, a number or a list, and whether it was repeated."""
-        ask, rest = self._connections.ask, (str(len(keys)), *keys, *args)
+        ask, number = self._connections.ask, str(len(keys))
         try:
-            answer, is_repeat = ask(("EVALSHA", script.sha, *rest), within, pop)
+            answer, is_repeat = ask(("EVALSHA", script.sha, number, *keys, *args), within, pop)
         except NoScriptError:  # first use on this server, a SCRIPT FLUSH or a restart
-            answer, is_repeat = ask(("EVAL", script.source, *rest), within, pop)
+            command = ("EVAL", script.source, number, *keys, *args)
+            answer, is_repeat = ask(command, within, pop)
         if isinstance(answer, bytes):
             raise TypeError(f"it answered {answer!r:.100}")
         return answer, is_repeat
