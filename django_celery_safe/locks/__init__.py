@@ -5,6 +5,9 @@ Locks that live in a cache or a database.
 one file for each place where locks can live; ``leases`` renews the locks that are held.
 """
 
+from functools import lru_cache
+from typing import Any
+
 from .. import conf
 from ..leases.holder import HeldLock
 from .acquisition import LockOptions
@@ -53,6 +56,16 @@ def cache_lock(
     Source:
         The Celery task cookbook, "Ensuring a task is only executed one at a time".
     """
+    given = timeout, blocking_timeout, limit
+    try:
+        options = _validated(*given)
+    except TypeError:  # no number, nor a timedelta: it has no hash
+        options = _validated.__wrapped__(*given)
+    return CacheLock(name, options)
+
+
+@lru_cache(typed=True)  # typed: True is no number
+def _validated(timeout: Any, blocking_timeout: Any, limit: int) -> LockOptions:
     lease = timeout if timeout is conf.UNSET else conf.LEASE.seconds(timeout, "timeout")
     longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
-    return CacheLock(name, LockOptions(lease, longest, conf.lock_limit(limit)))
+    return LockOptions(lease, longest, conf.lock_limit(limit))

@@ -136,7 +136,9 @@ class CacheLock:
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after the transaction.
         """
-        return self._release(self._our_lease())
+        if (lease := self.lease) is None:
+            raise self.not_acquired()
+        return self._release(lease)
 
     def _release(self, lease: Lease[Store]) -> bool:
         try:
