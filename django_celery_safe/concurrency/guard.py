@@ -20,6 +20,7 @@ from ..delivery.call import (
     Kwargs,
     find_call,
     is_as_sent,
+    is_of_message,
     layers,
     name_of,
     own_signature,
@@ -231,10 +232,12 @@ def get_lock_name(
     task_name = name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
     args = None if args is None else args[guarded.bound :]
-    args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
     key = header.get("key")
     # The key of the send is made of the message, whose arguments something may have changed.
-    if key is None or (message is not None and not is_as_sent(message, args, kwargs)):
+    if key is None or not (
+        message is None or is_of_message(task, args) or is_as_sent(message, args or (), kwargs)
+    ):
+        args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
         key = call_key(

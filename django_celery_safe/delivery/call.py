@@ -154,12 +154,17 @@ def sent_arguments(
         args: The arguments of the call, without a bound task; None: those of the message.
     """
     serializer = "json" if task is None else str(task.serializer)
-    if message is not None and (args is None or _has_models(task, task.run)):
+    if message is not None and is_of_message(task, args):
         return tuple(message.args or ()), message.kwargs or {}, serializer
     args = args or ()
     if serializer != "pickle":
         args, kwargs = dump_models(task, args, kwargs)
     return args, kwargs, serializer
+
+
+def is_of_message(task: Any, args: Args | None) -> bool:
+    """Return whether the key of a call is made of the arguments that its message has."""
+    return args is None or _has_models(task, task.run)
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +179,7 @@ def is_as_sent(message: Context, args: Args, kwargs: Kwargs) -> bool:
         len(args) == len(sent)
         and kwargs.keys() == named.keys()
         and all(map(operator.is_, args, sent))
-        and all(value is named[name] for name, value in kwargs.items())
+        and all(map(operator.is_, map(named.get, kwargs), kwargs.values()))
     )
 
 

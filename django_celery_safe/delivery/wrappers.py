@@ -22,6 +22,7 @@ WRAPPERS: Final = (
     ("options", "concurrency.guard.run_as_asked"),
     ("step", "stages.step_tasks.run_plain"),
 )
+_FIELDS: Final = {field for field, _ in WRAPPERS}
 _wrapper: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
 
 
@@ -32,7 +33,7 @@ def wrap_run(task: Any) -> Function:
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         header, inner = get_header(task.request), run
-        asks = header and any(field in header for field, _ in WRAPPERS)
+        asks = header and not _FIELDS.isdisjoint(header)
         if not asks or (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
         for field, path in reversed(WRAPPERS):

@@ -30,7 +30,7 @@ from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.servers import RedisServer, ServerPool
 
 #: Rounds, and how many tasks of each candidate are sent and run in one.
-ROUNDS, BATCH = 40, 75
+ROUNDS, BATCH = 80, 75
 
 #: Seconds until all is measured, at the most.
 LONGEST = 600
