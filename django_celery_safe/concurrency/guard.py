@@ -235,7 +235,7 @@ def get_lock_name(
     key = header.get("key")
     # The key of the send is made of the message, whose arguments something may have changed.
     if key is None or not (
-        message is None or is_of_message(task, args) or is_as_sent(message, args or (), kwargs)
+        message is None or is_as_sent(message, args or (), kwargs) or is_of_message(task, args)
     ):
         args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
         if message is not None:

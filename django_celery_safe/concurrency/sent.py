@@ -49,9 +49,8 @@ class SentLock:
     The lock that a message has held since it was sent, with its state during a run.
 
     Attributes:
-        timeout: The lock's lease while the message waits, s.
-        is_period: Whether the lock is held for ``timeout`` from the send on, whatever the
-            message's eta and expiry.
+        period: For how long the lock is held from the send on, s, whatever the message's eta and
+            expiry; None: while the message waits, or until its run ends.
         in_run: Whether a run is in progress that will free or extend this lock when it ends.
         passed_on: Lease, s, for a re-sent message (such as a retry) that takes over this lock;
             None: no message takes it over.
@@ -61,8 +60,7 @@ class SentLock:
 
     name: str
     token: str
-    timeout: float
-    is_period: bool = False
+    period: float | None = None
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
@@ -79,9 +77,9 @@ class SentLock:
         Args:
             eta, expires: As in the message: seconds from now, ISO text or datetime, or None.
         """
-        if self.is_period:
-            return self.timeout
-        seconds = self.timeout + max(0.0, seconds_until(eta) or 0.0)
+        if self.period is not None:
+            return self.period
+        seconds: float = conf.get("SENT_TIMEOUT") + max(0.0, seconds_until(eta) or 0.0)
         left = seconds_until(expires)
         return seconds if left is None else max(0.0, min(seconds, left))
 
@@ -149,7 +147,7 @@ class SentLock:
             self._renew(seconds)
 
     def _renew(self, seconds: float) -> None:
-        store, seconds = self._store, min(seconds, self.timeout)
+        store = self._store
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         facts, alive = (self.name, self.token, seconds, clock.now()), weakref.ref(self)
         lease = Lease(store, *facts, lambda *lost: None, lock=alive, thread=alive)
@@ -218,7 +216,7 @@ class SentLock:
             WrongTransaction: The lock's database has an open transaction.
         """
         store = self._store
-        if self.is_period:
+        if self.period is not None:
             store.check_lease(seconds)
         seconds = store.nearest_lease(seconds)
         # No process: the message does not depend on whether the sender is still alive.
@@ -283,10 +281,8 @@ def find_lock_of(task: str | None, header: Header) -> SentLock | None:
     """Return the lock that a message holds according to its header; None: no lock."""
     if task is None or "sent" not in header or "key" not in header or "duplicate" in header:
         return None
-    period = header.get("period")
-    timeout = conf.get("SENT_TIMEOUT") if period is None else period
     name = f"sent:{header.get('lock', task)}:{header['key']}"
-    return SentLock(name, header["sent"], timeout, period is not None)
+    return SentLock(name, header["sent"], header.get("period"))
 
 
 def leave_period(headers: dict[str, Any]) -> None:

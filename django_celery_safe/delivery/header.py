@@ -96,12 +96,14 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
         return Header()
     if found.get("task") != task:
         return Header()  # copied from another message, along with its other headers
-    wrong = [
-        name
-        for name, value in found.items()
-        if (rule := _FIELDS.get(name)) is not None
-        and not (isinstance(value, rule) if isinstance(rule, type) else rule(value))
-    ]
+    wrong = []
+    for name, value in found.items():
+        rule = _FIELDS.get(name)
+        if type(rule) is type:
+            if not isinstance(value, rule):
+                wrong.append(name)
+        elif rule is not None and not rule(value):
+            wrong.append(name)
     if "format" not in wrong and found.get("format", FORMAT) > FORMAT:
         logger.warning(
             "The header %r of a message for %s is of format %s, and this release knows %s: "

@@ -252,14 +252,14 @@ def publish_once(
         return None
     arguments = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
     held = sent.claim(task, headers["id"], seconds, arguments)
-    if sent.is_period:
+    if sent.period is not None:
         leave_period(headers)
     if held is None:
         try:
             publish()
         except BaseException:
             headers[HEADER] = header
-            if not (sent.is_period and runs()):
+            if sent.period is None or not runs():
                 sent.move(0)
             raise
         return None
@@ -268,7 +268,7 @@ def publish_once(
         # The same message again: it replaces its own run, or it is the next link of a chain
         # whose task was delivered twice. It shares the lock with the other copy, so the lock
         # is not released if publishing fails.
-        if not sent.is_period:
+        if sent.period is None:
             headers[HEADER] = {**header, "sent": held.token}
     elif first is not None:
         published = header.get("canvas", False)
@@ -287,7 +287,7 @@ def free_locks(messages: Iterable[tuple[str, str]]) -> None:
     """Free the locks of messages that are discarded, by their tasks and properties."""
     for task, properties in messages:
         sent = find_lock_of(task, read_header(find_headers(properties), task))
-        if sent is not None and not sent.is_period and not sent.move(0):
+        if sent is not None and sent.period is None and not sent.move(0):
             return  # the store does not answer, and would be waited for again
 
 
