@@ -51,12 +51,6 @@ class Options:
     #: A number is a period, s.
     unique_until: UniqueUntil | float | None
 
-    def lease(self) -> float:
-        """Return the lease of the run's lock, s."""
-        if isinstance(self.timeout, conf.Unset):
-            return conf.lock_timeout()
-        return self.timeout
-
 
 class GivenOptions(TypedDict, total=False):
     """The options of ``@single_instance``; each has a default."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from ..delivery.copies import MessageGoesOn, is_requeued
 from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
-from ..leases.clock import clock
 from ..leases.holder import Holder
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
@@ -65,7 +63,7 @@ class SentLock:
     passed_on: float | None = None
     settled: bool = False
     freed: Renewal | None = None
-    #: The lease while the run renews it, or the run's, which takes it along; otherwise None.
+    #: The lease of the run, which takes this lock along; None: no run does.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
     _pid: int = field(default_factory=os.getpid)
@@ -135,30 +133,15 @@ class SentLock:
                 self.settled = True
             else:
                 self.move(0)
-        elif is_carried:
+        elif run_lease.lock is not None:
+            # First, because the store may shorten the lease although its answer is lost.
             self._lease = run_lease
             run_lease.along = Renewal(self.name, self.token, run_lease.seconds)
-        elif run_lease.lock is not None:
-            self._renew(run_lease.seconds)
-
-    def renew(self, seconds: float) -> None:
-        """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
-        if self._store.renews():
-            self._renew(seconds)
-
-    def _renew(self, seconds: float) -> None:
-        store = self._store
-        # Its loss is not reported: it means no more than that a duplicate may be sent.
-        facts, alive = (self.name, self.token, seconds, clock.now()), weakref.ref(self)
-        lease = Lease(store, *facts, lambda *lost: None, lock=alive, thread=alive)
-        # Before the request, because the store may shorten the lease although its answer is lost.
-        self._lease = lease
-        renewer.add(lease)
-        try:
-            if not store.extend([Renewal(self.name, self.token, seconds)])[0]:
-                self._stop_renewing()
-        except CelerySafeError as error:
-            self._emit_not_moved(error)
+            if not is_carried:
+                try:
+                    self._store.extend([run_lease.along])
+                except CelerySafeError as error:
+                    self._emit_not_moved(error)
 
     def _leave_run(self) -> None:
         self.in_run = False
@@ -187,11 +170,9 @@ class SentLock:
             self.move(seconds)
 
     def _stop_renewing(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None and lease.along is not None:
-            lease.along = None
-        elif lease is not None:
-            renewer.remove(lease)
+        if self._lease is not None:
+            self._lease.along = None
+            self._lease = None
 
     def _emit_not_moved(self, error: CelerySafeError) -> None:
         """Report an error of the store instead of raising it: the lock ends by its lease."""

@@ -313,7 +313,7 @@ class Lane:
                 lease.renew_at = clock.now() + pause
                 self._wakes_at = min(self._wakes_at, lease.renew_at)
             lengths = [lease.seconds for lease in leases]  # the holder may change one meanwhile
-            along = filter(None, [lease.along for lease in leases])
+            along = [*filter(None, [lease.along for lease in leases])]
             self._renewer.renewing[self] = leases
             self.is_connected |= self._store.connects_threads
         asked_at, failure = clock.now(), None
@@ -321,7 +321,10 @@ class Lane:
         try:
             if leases:
                 self._store.leave_pool()
-                outcomes = self._store.extend([*leases, *along], within)
+                outcomes = self._store.extend(leases, within)
+                if along:
+                    with suppress(Exception):  # it costs none of the leases
+                        self._store.extend(along, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             failure = error
         finally:
@@ -331,7 +334,7 @@ class Lane:
         missed, lost = list[str](), list[Lease[Any]]()
         with self._mutex:
             self._replaced = self._replaced if failure else 0
-            for lease, length, extended in zip(leases, lengths, outcomes, strict=False):
+            for lease, length, extended in zip(leases, lengths, outcomes, strict=True):
                 if extended:
                     # Not if its holder gave it another length, or a later request was answered.
                     if lease.seconds == length and asked_at > lease.asked_at:

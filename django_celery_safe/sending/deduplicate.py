@@ -203,11 +203,9 @@ def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
     sent = find_lock_of(task.name, header)
     if sent is None:
         return run()
-    own = options_for(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header)
-    if own.unique_until == "start":
+    guarded = find_guarded(task) or Guarded(task.run, DEFAULTS, False)
+    if options_for(guarded, header).unique_until == "start":
         sent.move(0)
-    else:
-        sent.renew(own.lease())
     try:
         return run()
     finally:

@@ -157,11 +157,6 @@ def test_a_send_whose_answer_was_lost_keeps_no_later_send_out(
     assert task.delay(7).is_duplicate is False
 
 
-def renewed_names() -> set[str]:
-    """Return the names of the locks that this process renews."""
-    return {lease.name for lane in renewer.lanes.values() for lease in lane.leases}
-
-
 def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     mailbox: Mailbox, store: type[InterruptedStore]
 ) -> None:
@@ -172,7 +167,8 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
         assert sent is not None
         assert sent.remaining is not None
         assert sent.remaining <= LEASE
-        assert f"sent:{NAME}:7" in renewed_names()
+        (lease,) = [lease for lane in renewer.lanes.values() for lease in lane.leases]
+        assert (lease.name, lease.along) == (f"{NAME}:7", (sent.name, sent.token, LEASE))
 
     task = unique(mailbox, stay, {"timeout": LEASE})
     task.delay(7)
