@@ -36,6 +36,7 @@ class _Timer:
     ends_at: float
     function: Callable[..., object]
     args: Sequence[Any]
+    daemon: bool = False
 
     def start(self) -> None:
         """Begin to wait."""

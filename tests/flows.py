@@ -23,14 +23,14 @@ LIMITS: Final = {
     "single_instance send": 5,
     "single_instance run": 27,
     "unique_until send": 21,
-    "unique_until run": 38,
+    "unique_until run": 32,
     "outbox call and commit": 30,
     "relay of one": 18,
     "do_once": 5,
     "idempotent run": 34,
     "start": 44,
-    "step and next stage": 91,
-    "last step": 61,
+    "step and next stage": 90,
+    "last step": 60,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -103,7 +103,7 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     lock.run = task, message
     if "copy" in header or (message.delivery_info or {}).get("redelivered"):
         drop_if_run_ended(task, message, get_store())
-    run = MessageRun(task, message, header, options, lock, call)
+    run = MessageRun(task, message, options, lock, call)
     return run.run_and_settle() if "sent" in header else run.run()
 
 
@@ -119,14 +119,13 @@ class MessageRun:
 
     task: Any
     message: Context
-    header: Header
     options: Options
     lock: CacheLock
     call: Call
 
     def run_and_settle(self) -> Any:
         """Run, and then settle the lock of the send."""
-        sent = find_sent(self.message, self.header)
+        sent = find_sent(self.message)
         if sent is None:
             return self.run()
         # Where the store can do both at once, this request starts the run for both locks.

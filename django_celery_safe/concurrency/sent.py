@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from ..delivery.copies import MessageGoesOn, is_requeued
 from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
+from ..leases.clock import clock
 from ..leases.holder import Holder
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
@@ -63,7 +65,7 @@ class SentLock:
     passed_on: float | None = None
     settled: bool = False
     freed: Renewal | None = None
-    #: The lease of the run, which takes this lock along; None: no run does.
+    #: The lease of the run, if that takes this lock along, or else its own; None: no run goes on.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
     _pid: int = field(default_factory=os.getpid)
@@ -124,8 +126,8 @@ class SentLock:
         """
         Free this lock when a run starts, or renew it together with the run's lock.
 
-        Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
-        for longer. If the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
+        It gets the lease of the run's lock, so a killed worker leaves neither lock for longer. If
+        the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
         """
         self._store, is_carried, lock.along = run_lease.store, lock.along is None, None
         if options.unique_until == "start":
@@ -133,15 +135,31 @@ class SentLock:
                 self.settled = True
             else:
                 self.move(0)
-        elif run_lease.lock is not None:
-            # First, because the store may shorten the lease although its answer is lost.
+        elif is_carried:
             self._lease = run_lease
             run_lease.along = Renewal(self.name, self.token, run_lease.seconds)
-            if not is_carried:
-                try:
-                    self._store.extend([run_lease.along])
-                except CelerySafeError as error:
-                    self._emit_not_moved(error)
+        elif run_lease.lock is not None:
+            self._renew(run_lease.seconds)
+
+    def renew(self, seconds: float) -> None:
+        """Renew this lock, with a lease of ``seconds``, until the end of a run."""
+        if self._store.renews():
+            self._renew(seconds)
+
+    def _renew(self, seconds: float) -> None:
+        renewal, alive = Renewal(self.name, self.token, seconds), weakref.ref(self)
+        # Its loss is not reported: it means no more than that a duplicate may be sent.
+        lease = Lease(
+            self._store, *renewal, clock.now(), lambda *lost: None, lock=alive, thread=alive
+        )
+        # Before the request, because the store may shorten the lease although its answer is lost.
+        self._lease = lease
+        renewer.add(lease)
+        try:
+            if not self._store.extend([renewal])[0]:
+                self._stop_renewing()
+        except CelerySafeError as error:
+            self._emit_not_moved(error)
 
     def _leave_run(self) -> None:
         self.in_run = False
@@ -170,9 +188,11 @@ class SentLock:
             self.move(seconds)
 
     def _stop_renewing(self) -> None:
-        if self._lease is not None:
-            self._lease.along = None
-            self._lease = None
+        lease, self._lease = self._lease, None
+        if lease is not None and lease.along is not None:
+            lease.along = None
+        elif lease is not None:
+            renewer.remove(lease)
 
     def _emit_not_moved(self, error: CelerySafeError) -> None:
         """Report an error of the store instead of raising it: the lock ends by its lease."""
@@ -278,18 +298,14 @@ def leave_period(headers: dict[str, Any]) -> None:
         headers[HEADER] = {name: header[name] for name in header if name != "sent"}
 
 
-def find_sent(request: Any, header: Header | None = None) -> SentLock | None:
-    """
-    Return the lock of the running message, the same object in a whole run; None: no lock.
-
-    Args:
-        header: The message's header; None: it is read.
-    """
-    sent: SentLock | None = getattr(request, "safe_sent", None)
-    if sent is None:
-        sent = find_lock_of(request.task, get_header(request) if header is None else header)
-        if sent is not None:
-            request.safe_sent = sent
+def find_sent(request: Any) -> SentLock | None:
+    """Return the lock of the running message, the same object in a whole run; None: no lock."""
+    if not (header := get_header(request)):
+        return None
+    kept = request.safe_kept
+    if kept.sent is None:
+        kept.sent = find_lock_of(request.task, header)
+    sent: SentLock | None = kept.sent
     return sent
 
 

@@ -142,14 +142,8 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     if left is None:  # the store does not report it
         left = conf.lock_timeout()
     delay, _ = _send(task, request, max(left, SHORTEST_DELAY), copy=True)
-    TASK_OWN_COPY.emit(
-        requeue_self,
-        name=contender.name,
-        task=task.name,
-        task_id=request.id,
-        holder=str(contender.holder),
-        delay=delay,
-    )
+    facts = {"name": contender.name, "task": task.name, "task_id": request.id}
+    TASK_OWN_COPY.emit(requeue_self, **facts, holder=str(contender.holder), delay=delay)
     raise WillBeRedelivered(
         f"Met {contender.name!r}, which is held; a copy of the message comes back"
     )

@@ -75,6 +75,25 @@ _FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
 _GIVEN: Final = ("step", "django_task")
 
 
+class Kept:
+    """
+    What is known of a message that runs: an attribute of its request, which no header can be.
+
+    Attributes:
+        header: Our header.
+        sent: The lock that the message has held since it was sent, see ``concurrency.sent``;
+            None: it has none, or nobody has looked for it.
+    """
+
+    __slots__ = ("header", "sent")
+
+    def __init__(self, header: Header, sent: Any = None) -> None:
+        self.header, self.sent = header, sent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (self.header,)  # a copy of a request, or its pickle, has no lock
+
+
 def read_given_fields(headers: Mapping[str, Any] | None, task: str) -> Header:
     """Return the fields that the caller of a send may set and has set; empty without any."""
     header = read_header(headers, task)
@@ -96,14 +115,12 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
         return Header()
     if found.get("task") != task:
         return Header()  # copied from another message, along with its other headers
-    wrong = []
-    for name, value in found.items():
-        rule = _FIELDS.get(name)
-        if type(rule) is type:
-            if not isinstance(value, rule):
-                wrong.append(name)
-        elif rule is not None and not rule(value):
-            wrong.append(name)
+    wrong = [
+        name
+        for name, value in found.items()
+        if (rule := _FIELDS.get(name)) is not None
+        and not (isinstance(value, rule) if type(rule) is type else rule(value))
+    ]
     if "format" not in wrong and found.get("format", FORMAT) > FORMAT:
         logger.warning(
             "The header %r of a message for %s is of format %s, and this release knows %s: "
@@ -142,13 +159,12 @@ def find_ours(request: Any) -> Any:
 
 def get_header(request: Any) -> Header:
     """Return our header of the message that runs; empty without one."""
-    header: Header | None = getattr(request, "safe_header", None)  # of None, too
-    if header is None:
-        found = None if request is None else find_ours(request)
-        if found is None:
-            return Header()
-        header = request.safe_header = read_header({HEADER: found}, request.task)
-    return header
+    if request is None or (found := find_ours(request)) is None:
+        return Header()
+    kept = getattr(request, "safe_kept", None)
+    if type(kept) is not Kept:
+        kept = request.safe_kept = Kept(read_header({HEADER: found}, request.task))
+    return kept.header
 
 
 def with_header(options: Mapping[str, Any], header: Header) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class Lease(Generic[S]):
         thread: An object that lives as long as the thread that took it.
         run: The request of the running task, which lives as long as the run; None: no task.
         lane: The lane whose thread renews the lease; None: it is not renewed.
-        along: Another lock of the same store that is renewed together with the lease, and whose
-            loss is not reported; None: there is none.
+        along: Another lock that is renewed in the same requests, so on the same server, and whose
+            loss is not reported; None: there is none. ``extend()`` of the lease is not for it.
     """
 
     store: S

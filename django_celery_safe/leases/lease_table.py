@@ -98,13 +98,13 @@ class LeaseTable(DatabaseLeases):
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool | None]:
         alike: dict[float, dict[str, str]] = {}
-        for one in renewals:
-            alike.setdefault(one.seconds, {})[one.token] = plain_name(one.name)
+        for name, token, seconds in renewals:
+            alike.setdefault(seconds, {})[token] = plain_name(name)
         found: dict[str, bool | None] = {}
         with self._errors("extend"), busy_timeout(self.alias, within):
             for seconds, names in alike.items():
                 found |= self._extend(names, timedelta(seconds=seconds))
-        return [found.get(one.token, False) for one in renewals]
+        return [found.get(token, False) for _, token, _ in renewals]
 
     def _extend(self, names: dict[str, str], lease: timedelta) -> dict[str, bool | None]:
         """

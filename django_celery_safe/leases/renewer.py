@@ -239,6 +239,7 @@ class Lane:
         """Replace this thread if the block takes longer than ``longest`` seconds."""
         self._turn = turn = object()
         watch = clock.timer(longest, self._replace, [turn, longest])
+        watch.daemon = True
         if self._store.may_hang:
             with suppress(RuntimeError):  # the system has no thread left, or Python shuts down
                 watch.start()
@@ -312,8 +313,8 @@ class Lane:
                 pause = max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
                 lease.renew_at = clock.now() + pause
                 self._wakes_at = min(self._wakes_at, lease.renew_at)
-            lengths = [lease.seconds for lease in leases]  # the holder may change one meanwhile
-            along = [*filter(None, [lease.along for lease in leases])]
+            asked = [(lease.name, lease.token, lease.seconds) for lease in leases]
+            along = filter(None, [lease.along for lease in leases])
             self._renewer.renewing[self] = leases
             self.is_connected |= self._store.connects_threads
         asked_at, failure = clock.now(), None
@@ -321,10 +322,7 @@ class Lane:
         try:
             if leases:
                 self._store.leave_pool()
-                outcomes = self._store.extend(leases, within)
-                if along:
-                    with suppress(Exception):  # it costs none of the leases
-                        self._store.extend(along, within)
+                outcomes = self._store.extend([*asked, *along], within)[: len(leases)]
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             failure = error
         finally:
@@ -334,7 +332,7 @@ class Lane:
         missed, lost = list[str](), list[Lease[Any]]()
         with self._mutex:
             self._replaced = self._replaced if failure else 0
-            for lease, length, extended in zip(leases, lengths, outcomes, strict=True):
+            for lease, (_, _, length), extended in zip(leases, asked, outcomes, strict=True):
                 if extended:
                     # Not if its holder gave it another length, or a later request was answered.
                     if lease.seconds == length and asked_at > lease.asked_at:

@@ -90,3 +90,8 @@ class PartialIndex(models.Index):
         if self.whole_fields:
             options["whole_fields"] = tuple(self.whole_fields)
         return path, args, options
+
+
+def partial_index(name: str, rows: Q, *fields: str, whole: Sequence[str] = ()) -> PartialIndex:
+    """Return a :class:`PartialIndex`, shorter to write."""
+    return PartialIndex(rows=rows, fields=fields, whole_fields=whole, name=name)

@@ -14,7 +14,7 @@ from ..databases import Now
 from ..events import RECORD_FORGOTTEN
 from ..leases.holder import HeldLock, decode_holder
 from ..transactions import change_locked
-from .columns import ExactCharField, ExactTextField, PartialIndex
+from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow
 
 
@@ -128,14 +128,9 @@ class IdempotencyRecord(ListedRow):
         default_permissions = ("view",)
         permissions = (("forget_idempotencyrecord", "Can forget idempotency record"),)
         indexes = (
-            PartialIndex(
-                fields=["expires_at"], name="safe_record_expires", rows=Q(expires_at__isnull=False)
-            ),
-            PartialIndex(
-                fields=["ends_at"],
-                name="safe_record_running",
-                rows=Q(state="running"),
-                whole_fields=["state", "ends_at"],
+            partial_index("safe_record_expires", Q(expires_at__isnull=False), "expires_at"),
+            partial_index(
+                "safe_record_running", Q(state="running"), "ends_at", whole=["state", "ends_at"]
             ),
         )
 

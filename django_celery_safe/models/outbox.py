@@ -12,7 +12,7 @@ from ..leases.holder import HeldLock, decode_holder
 from ..resuming.cursor import Cursor
 from ..sending.serialization import find_arguments
 from ..texts import duration
-from .columns import ExactCharField, ExactTextField, PartialIndex
+from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow
 from .message_states import CARRIED, LIVE, LONGEST_DELAY, SHORTEST_DELAY, OutboxMessages, State
 from .text import LONGEST_TYPE, storable
@@ -96,31 +96,20 @@ class OutboxMessage(ListedRow):
             ("discard_outboxmessage", "Can discard outbox message"),
         )
         indexes = (
-            PartialIndex(fields=["due_at", "id"], name="safe_outbox_due", rows=LIVE),
-            PartialIndex(fields=["chord"], name="safe_outbox_chord", rows=~Q(chord="")),
-            PartialIndex(
-                fields=["sent_at"],
-                name="safe_outbox_sent",
-                rows=Q(state=State.SENT),
-                whole_fields=["state", "sent_at"],
+            partial_index("safe_outbox_due", LIVE, "due_at", "id"),
+            partial_index("safe_outbox_chord", ~Q(chord=""), "chord"),
+            partial_index(
+                "safe_outbox_sent", Q(state=State.SENT), "sent_at", whole=["state", "sent_at"]
             ),
             models.Index(fields=["attempt"], name="safe_outbox_attempt"),
-            PartialIndex(fields=["task_id"], name="safe_outbox_task_id", rows=CARRIED),
+            partial_index("safe_outbox_task_id", CARRIED, "task_id"),
             # Done, failed and dead messages are listed, counted and deleted apart.
-            PartialIndex(
-                fields=["ended_at"],
-                name="safe_outbox_done",
-                rows=Q(state=State.DONE),
-                whole_fields=["state", "ended_at"],
+            partial_index(
+                "safe_outbox_done", Q(state=State.DONE), "ended_at", whole=["state", "ended_at"]
             ),
-            PartialIndex(
-                fields=["ended_at"], name="safe_outbox_failed", rows=Q(state=State.FAILED)
-            ),
-            PartialIndex(
-                fields=["ended_at"],
-                name="safe_outbox_dead",
-                rows=Q(state=State.DEAD),
-                whole_fields=["ended_at", "state"],
+            partial_index("safe_outbox_failed", Q(state=State.FAILED), "ended_at"),
+            partial_index(
+                "safe_outbox_dead", Q(state=State.DEAD), "ended_at", whole=["ended_at", "state"]
             ),
         )
 

@@ -20,7 +20,7 @@ from ..stages.entry_options import read_entry
 from ..stages.progress import Progress, StageProgress
 from ..stages.status import Status
 from ..values import decode
-from .columns import ExactCharField, ExactTextField, PartialIndex
+from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow, seconds_between, shown
 from .outbox import OutboxMessage
 from .run_states import StageRuns
@@ -74,15 +74,10 @@ class StageRun(ListedRow):
             ("abort_stagerun", "Can abort run of stages"),
         )
         indexes = (
-            PartialIndex(
-                fields=["id"],
-                name="safe_run_active",
-                rows=Q(status__in=["waiting", "running"]),
-                whole_fields=["status"],
+            partial_index(
+                "safe_run_active", Q(status__in=["waiting", "running"]), "id", whole=["status"]
             ),
-            PartialIndex(
-                fields=["ended_at"], name="safe_run_ended", rows=Q(ended_at__isnull=False)
-            ),
+            partial_index("safe_run_ended", Q(ended_at__isnull=False), "ended_at"),
             models.Index(fields=["key"], name="safe_run_key"),
         )
         # A unique constraint allows any number of rows with NULL.
@@ -263,6 +258,12 @@ class StageStep(ListedRow):
     #: The end of the error's traceback; "": it has none.
     traceback = ExactTextField(_("traceback"), default="", blank=True)
 
+    #: Its starts, how many of its processes died, and how often its message was sent again because
+    #: no worker had started it; as :meth:`StageSteps.listed` has annotated them.
+    starts: int
+    deaths: int
+    resent: int
+
     objects = StageSteps.as_manager()
 
     class Meta:
@@ -273,11 +274,12 @@ class StageStep(ListedRow):
             models.UniqueConstraint(fields=["run", "stage", "position"], name="safe_step_place"),
         )
         indexes = (
-            PartialIndex(
-                fields=["run", "stage"],
-                name="safe_step_unfinished",
-                rows=~Q(status="succeeded"),
-                whole_fields=["run", "stage", "status"],
+            partial_index(
+                "safe_step_unfinished",
+                ~Q(status="succeeded"),
+                "run",
+                "stage",
+                whole=["run", "stage", "status"],
             ),
             models.Index(fields=["task_id"], name="safe_step_task_id"),
         )
@@ -299,21 +301,6 @@ class StageStep(ListedRow):
         is_held = vars(self)["message_state"] == OutboxMessage.State.RUNNING
         over = self.seconds_since(vars(self)["message_due_at"]) if is_held else None
         return 0.0 if over is None else max(0.0, -over)
-
-    @property
-    def starts(self) -> int:
-        """How many times it was started, as long as its message is there."""
-        return vars(self)["message_starts"] or 0
-
-    @property
-    def deaths(self) -> int:
-        """How many of its processes died, as long as its message is there."""
-        return vars(self)["message_deaths"] or 0
-
-    @property
-    def resent(self) -> int:
-        """How many times its message was sent again because no worker had started it."""
-        return vars(self)["message_resent"] or 0
 
     @property
     def waits_s(self) -> float | None:

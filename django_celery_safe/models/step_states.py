@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 BATCH: Final = 500
 #: The order of a run's steps.
 IN_ORDER: Final = ("stage", "position")
-#: What a list shows of the message of a step.
-OF_MESSAGE: Final = ("state", "holder", "due_at", "starts", "deaths", "resent")
+#: What a list shows of the message of a step, and its counts, as long as the message is there.
+OF_MESSAGE: Final = ("state", "holder", "due_at")
+COUNTS: Final = ("starts", "deaths", "resent")
 
 
 _URGENCY: Final = Case(
@@ -42,7 +43,10 @@ class StageSteps(models.QuerySet["StageStep"]):
     def listed(self) -> StageSteps:
         """Steps as lists show them: see :class:`ListedRow`, with columns of their messages."""
         message = _messages()
-        shown = {f"message_{name}": Subquery(message.values(name)[:1]) for name in OF_MESSAGE}
+        shown: dict[str, Any] = {
+            f"message_{name}": Subquery(message.values(name)[:1]) for name in OF_MESSAGE
+        }
+        shown |= {name: Coalesce(Subquery(message.values(name)[:1]), 0) for name in COUNTS}
         since = Subquery(message.values(at=Coalesce("sent_at", "created_at"))[:1])
         waits = Case(When(status=Status.WAITING, then=since))
         return self.annotate(asked_at=Now(), since=waits, **shown).defer("params_text", "traceback")

@@ -203,9 +203,11 @@ def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
     sent = find_lock_of(task.name, header)
     if sent is None:
         return run()
-    guarded = find_guarded(task) or Guarded(task.run, DEFAULTS, False)
-    if options_for(guarded, header).unique_until == "start":
+    own = options_for(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header)
+    if own.unique_until == "start":
         sent.move(0)
+    else:
+        sent.renew(conf.lock_timeout() if isinstance(own.timeout, conf.Unset) else own.timeout)
     try:
         return run()
     finally:
@@ -301,11 +303,5 @@ def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
 def _emit_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:
     name = held.name.removeprefix("sent:")
     event = TASK_DUPLICATE_PUBLISHED if published else TASK_DUPLICATE
-    event.emit(
-        publish_once,
-        name=name,
-        task=headers["task"],
-        task_id=headers["id"],
-        sent_id=held.holder.task_id,
-        published=published,
-    )
+    facts = {"task": headers["task"], "task_id": headers["id"], "sent_id": held.holder.task_id}
+    event.emit(publish_once, name=name, **facts, published=published)

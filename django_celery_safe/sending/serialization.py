@@ -73,7 +73,8 @@ def to_row(
             hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
-    options["exchange"] = _pack_exchange(options["exchange"])
+    if isinstance(options["exchange"], Exchange):
+        options["exchange"] = options["exchange"].as_dict()
     options["declare"] = [_pack_entity(message.app, one) for one in options["declare"] or ()]
     if isinstance(options.get("reply_to"), Queue):
         options["reply_to"] = options["reply_to"].name
@@ -130,7 +131,8 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             attempt=row.attempt,
         )
         texts = options["routing_key"], message.eta, message.expires
-        if not (isinstance(options["headers"], dict) and all(map(_is_text, texts))):
+        are_texts = all(text is None or isinstance(text, str) for text in texts)
+        if not (isinstance(options["headers"], dict) and are_texts):
             raise TypeError
         packed = loads(row.chord_calls) if row.chord_calls else ()
         calls = [_unpack_call(app, *call) for call in packed]
@@ -178,20 +180,12 @@ def get_app(name: str | None) -> Celery:
     )
 
 
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
 def is_storable(text: str) -> bool:
     """Return whether a text column can store a text: it is valid Unicode without NUL."""
     try:
         return b"\0" not in text.encode("utf-8")
     except UnicodeEncodeError:
         return False
-
-
-def _pack_exchange(exchange: Any) -> Any:
-    return exchange.as_dict() if isinstance(exchange, Exchange) else exchange
 
 
 def _unpack_exchange(packed: Any) -> Any:

@@ -184,15 +184,8 @@ def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) 
         if run is not None and goes_on:
             go_on(store, run)  # it has succeeded, and its process died before that
         return
-    STEP_FAILED.emit_on_commit(
-        start,
-        using=store.alias,
-        run=step.run_id,
-        step=step.pk,
-        task=step.task,
-        task_id=step.task_id,
-        error=str(fault),
-    )
+    facts = {"run": step.run_id, "step": step.pk, "task": step.task, "task_id": step.task_id}
+    STEP_FAILED.emit_on_commit(start, using=store.alias, **facts, error=str(fault))
     if run is not None and goes_on:
         stop(store, run, Status.FAILED)
 

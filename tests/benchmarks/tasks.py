@@ -270,8 +270,7 @@ def least(batches: Batches, name: str, field: str) -> float:
     """
     Return the mean over the fastest quarter of a candidate's rounds.
 
-    What else the machine does only ever adds, by a fifth from one batch to the next: the medians
-    of two runs differ by more than a limit allows, and these differ by a hundredth.
+    What else the machine does only ever adds, up to a fifth: medians differ from run to run.
     """
     values = sorted(getattr(batch, field) for batch in batches[name])
     return statistics.fmean(values[: len(values) // 4])

@@ -40,6 +40,7 @@ from tests.concurrency.mailbox import Mailbox, Message, end_child
 from tests.concurrency.test_options import held_names
 from tests.interruption import Interruption
 from tests.listening import receiving
+from tests.locks.renewals import get_lock, get_remaining
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
 from tests.versions import IS_CELERY_57
@@ -163,10 +164,8 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     """The store has shortened the message's lease, so the lease has to be renewed."""
 
     def stay(self: Any, number: int) -> None:
-        sent = find_lock(f"sent:{NAME}:7")
-        assert sent is not None
-        assert sent.remaining is not None
-        assert sent.remaining <= LEASE
+        sent = get_lock(f"sent:{NAME}:7")
+        assert get_remaining(sent.name) <= LEASE
         (lease,) = [lease for lane in renewer.lanes.values() for lease in lane.leases]
         assert (lease.name, lease.along) == (f"{NAME}:7", (sent.name, sent.token, LEASE))
 

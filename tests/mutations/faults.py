@@ -55,8 +55,8 @@ MUTATIONS = {
         ),
         M(
             "leases.renewer:Lane._renew",
-            "if extended or lease.lane is not self:",
-            "if extended:",
+            "elif lease.lane is not self:",
+            "elif False:",
             "a lock that was released during a renewal is reported as lost",
         ),
         M(
@@ -105,8 +105,8 @@ MUTATIONS = {
         ),
         M(
             "locks.stores.redis_scripts:ACQUIRE",
-            "if value then",
-            "if value and false then",
+            "ARGV[2], 'NX') then",
+            "ARGV[2]) then",
             "two processes hold one lock",
         ),
         M(
@@ -129,8 +129,8 @@ MUTATIONS = {
         ),
         M(
             "locks.stores.redis:RedisStore._run",
-            'ask(("EVAL", script.source, *rest)',
-            'ask(("EVALSHA", script.sha, *rest)',
+            '("EVAL", script.source, number',
+            '("EVALSHA", script.sha, number',
             "no lock works after a SCRIPT FLUSH",
         ),
         M(
@@ -293,7 +293,7 @@ MUTATIONS = {
         ),
         M(
             "concurrency.guard:MessageRun.run_and_settle",
-            '0.0 if self.options.unique_until == "start" else sent.timeout',
+            '0.0 if self.options.unique_until == "start" else math.inf',
             "0.0",
             'with unique_until="end" the same task can be sent again while it runs',
         ),

@@ -95,12 +95,7 @@ def locate() -> Location:
 
 
 def get_store(project: Mapping[str, Any] | None = None) -> Store:
-    """
-    Return this process's store in that place.
-
-    Args:
-        project: The project's settings dict; None: it is looked up.
-    """
+    """Return this process's store there; ``project``: the settings dict, if it is known."""
     project = conf.given() if project is None else project
     if project.get("LOCK_DATABASE") is None:  # each acquisition asks: without a Location
         return _cache_store(project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))

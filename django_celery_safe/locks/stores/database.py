@@ -124,12 +124,12 @@ class DatabaseStore(DatabaseLeases, Store):
             return is_repeated and remaining is not None and remaining > 0
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
-        asked = [(plain_name(renewal.name), renewal.token) for renewal in renewals]
+        asked = [(plain_name(name), token) for name, token, _ in renewals]
         # A token belongs to one acquisition, so the token decides; the key is the primary
         # key, which finds the rows quickly.
         with self.errors("extend"):
-            for seconds in {renewal.seconds for renewal in renewals}:
-                some = [one for one, r in zip(asked, renewals, strict=True) if r.seconds == seconds]
+            for seconds in {lease for _, _, lease in renewals}:
+                some = [one for one, r in zip(asked, renewals, strict=True) if r[2] == seconds]
                 self._of(some).update(ends_at_us=ServerMicroseconds() + _microseconds(seconds))
             ours = set(self._of(asked).values_list("key", "token"))
         return [one in ours for one in asked]

@@ -113,10 +113,10 @@ class LocalStore(Store):
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         memory = self._memory()
         with memory.mutex:
-            held = [memory.find(renewal.name, renewal.token) for renewal in renewals]
-            for lock, renewal in zip(held, renewals, strict=True):
+            held = [memory.find(name, token) for name, token, _ in renewals]
+            for lock, (_, _, seconds) in zip(held, renewals, strict=True):
                 if lock is not None:
-                    memory.put(lock, renewal.seconds)
+                    memory.put(lock, seconds)
         return [lock is not None for lock in held]
 
     def peek(self, name: str) -> HeldLock | None:

@@ -79,8 +79,8 @@ class MemcachedStore(Store):
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         return [
-            self._replace("extend", each.name, each.token, _expiry(each.seconds), within)
-            for each in renewals
+            self._replace("extend", name, token, _expiry(seconds), within)
+            for name, token, seconds in renewals
         ]
 
     def peek(self, name: str) -> HeldLock | None:

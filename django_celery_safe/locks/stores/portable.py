@@ -83,7 +83,7 @@ class PortableStore(Store):
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         with self.errors("extend"):
-            return [self._extend(r.name, r.token, r.seconds) for r in renewals]
+            return [self._extend(*renewal) for renewal in renewals]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):

@@ -71,7 +71,7 @@ LISTING: Final = "celery_safe:locks"
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
 HARMLESS: Final = (
-    "TIME", "GET {key}", "MGET {key}", "GETSET {key} x", "SET {key} x PX 1", "EXISTS {key}",
+    "TIME", "GET {key}", "MGET {key}", "GETSET {key} x", "SET {key} x PX 1",
     "ZADD {index} 1 x", "ZSCAN {index} 0", "ZREMRANGEBYSCORE {index} -inf 0", "ZREM {index} x",
     "RPUSH {wake} x", "PEXPIRE {wake} 1000", "PTTL {wake}", "LTRIM {wake} 0 0", "BLPOP {wake} 0.05",
     "EVAL return 0", f"EVALSHA {'0' * 40} 0", "DEL {key} {index} {wake}",
@@ -223,10 +223,10 @@ class RedisStore(Store):
 
     def _extend_page(self, renewals: Renewals, within: float | None) -> list[int]:
         """Return the positions of the renewals whose locks are no longer ours."""
-        keys = [self._keys(renewals[0].name).listing]
-        keys += [self._keys(renewal.name).lock for renewal in renewals]
-        tokens = "".join([renewal.token for renewal in renewals])
-        leases = [renewal.seconds for renewal in renewals]
+        keys = [self._keys(renewals[0][0]).listing]
+        keys += [self._keys(name).lock for name, _, _ in renewals]
+        tokens = "".join([token for _, token, _ in renewals])
+        leases = [seconds for _, _, seconds in renewals]
         if len(set(leases)) == 1:
             del leases[1:]  # the script extends all that follow by the last
         with self.errors("extend"):

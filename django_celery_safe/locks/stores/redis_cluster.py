@@ -130,8 +130,8 @@ class ClusterStore(RedisStore):
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         buckets: dict[str, list[int]] = defaultdict(list)
-        for place, renewal in enumerate(renewals):
-            buckets[self._keys(renewal.name).listing].append(place)
+        for place, (name, _, _) in enumerate(renewals):
+            buckets[self._keys(name).listing].append(place)
         extended = [True] * len(renewals)
         for places in buckets.values():
             outcomes = super().extend([renewals[place] for place in places])

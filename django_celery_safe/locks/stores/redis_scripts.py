@@ -50,7 +50,7 @@ end
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local listed = redis.pcall('ZADD', index, now + ARGV[2], KEYS[1])
 if type(listed) == 'table' then
-    redis.call('DEL', KEYS[1])
+    if type(redis.pcall('DEL', KEYS[1])) == 'table' then redis.call('SET', KEYS[1], '', 'PX', 1) end
     return listed
 end
 if string.sub(fence, -2) == '00' then
