@@ -166,8 +166,8 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     def stay(self: Any, number: int) -> None:
         sent = get_lock(f"sent:{NAME}:7")
         assert get_remaining(sent.name) <= LEASE
-        (lease,) = [lease for lane in renewer.lanes.values() for lease in lane.leases]
-        assert (lease.name, lease.along) == (f"{NAME}:7", (sent.name, sent.token, LEASE))
+        renewed = {lease.name for lane in renewer.lanes.values() for lease in lane.leases}
+        assert sent.name in renewed
 
     task = unique(mailbox, stay, {"timeout": LEASE})
     task.delay(7)

@@ -119,7 +119,7 @@ def test_a_renewal_under_way_does_not_undo_an_extension(
         if not in_background() or sent:
             return extend(store, renewals)
         # The length of the lease that it had when the request was sent.
-        sent.extend(Renewal(each.name, each.token, each.seconds) for each in renewals)
+        sent.extend(renewals)
         assert late.wait(30)
         return extend(store, sent, within)
 
@@ -216,7 +216,7 @@ def test_a_renewal_that_hangs_holds_up_no_other(
     hangs, other = cache_lock("hangs", timeout=LEASE), cache_lock("other", timeout=seconds)
     with hangs:
         settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}
-        hang = hanging("extend", lambda renewals, *within: renewals[0].name == "hangs")
+        hang = hanging("extend", lambda renewals, *within: renewals[0][0] == "hangs")
         with other, hang as extend:
             for _ in range(4):
                 clock.jump(seconds / 2, settle=False)
