@@ -36,7 +36,6 @@ class _Timer:
     ends_at: float
     function: Callable[..., object]
     args: Sequence[Any]
-    daemon: bool = False
 
     def start(self) -> None:
         """Begin to wait."""

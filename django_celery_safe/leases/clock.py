@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import Condition, Timer
-from typing import Final
+from threading import Condition
+from typing import Any, Final
 
 #: Return the time by a clock that is never set, s; all moments of a lease are by this clock.
 #: Where the system can, it counts on while the machine is suspended: time.monotonic() stands
@@ -23,6 +24,32 @@ def _sleep(seconds: float) -> None:
     time.sleep(seconds)  # looked up at each call: gevent may replace it after this import
 
 
+class Timer:
+    """Calls a function after some seconds, unless cancelled; for half of threading.Timer's CPU."""
+
+    def __init__(self, seconds: float, function: Callable[..., object], args: Any) -> None:
+        self._seconds, self._function, self._args = seconds, function, args
+        self._cancelled = _thread.allocate_lock()
+        self._cancelled.acquire()
+
+    def start(self) -> None:
+        """
+        Begin to wait, on a thread that keeps no process alive.
+
+        Raises:
+            RuntimeError: The system has no thread left, or Python shuts down.
+        """
+        _thread.start_new_thread(self._wait, ())
+
+    def cancel(self) -> None:
+        """Do not call the function, unless that has begun."""
+        self._cancelled.release()
+
+    def _wait(self) -> None:
+        if not self._cancelled.acquire(timeout=self._seconds):
+            self._function(*self._args)
+
+
 @dataclass(slots=True)
 class Clock:
     """
@@ -33,7 +60,7 @@ class Clock:
         wait: Wait for a notification of a condition, for some seconds at most; return whether
             it came.
         sleep: Wait for some seconds.
-        timer: Return a thread, not started, that calls a function after some seconds.
+        timer: Return a timer, not started, for some seconds, a function and its arguments.
     """
 
     now: Callable[[], float] = boottime

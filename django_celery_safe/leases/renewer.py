@@ -239,7 +239,6 @@ class Lane:
         """Replace this thread if the block takes longer than ``longest`` seconds."""
         self._turn = turn = object()
         watch = clock.timer(longest, self._replace, [turn, longest])
-        watch.daemon = True
         if self._store.may_hang:
             with suppress(RuntimeError):  # the system has no thread left, or Python shuts down
                 watch.start()

@@ -24,11 +24,6 @@ from .outbox_relay import OutboxRelay
 from .stages import StageRun, StageStep
 
 __all__ = [
-    "DatabaseLock",
-    "IdempotencyRecord",
-    "Lock",
-    "OutboxMessage",
-    "OutboxRelay",
-    "StageRun",
-    "StageStep",
-]
+    "DatabaseLock", "IdempotencyRecord", "Lock", "OutboxMessage", "OutboxRelay",
+    "StageRun", "StageStep",
+]  # fmt: skip

@@ -114,14 +114,9 @@ class StageSteps(models.QuerySet["StageStep"]):
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""
         self.update(
-            status=Status.WAITING,
-            started_at=None,
-            ended_at=None,
-            params_text="",
-            error_type="",
-            error="",
-            traceback="",
-        )
+            status=Status.WAITING, started_at=None, ended_at=None, params_text="",
+            error_type="", error="", traceback="",
+        )  # fmt: skip
         # Not self: its filter may no longer match the rows that were just changed.
         self.model.objects.using(self.db).bulk_update(steps, ["task_id"], batch_size=BATCH)
 

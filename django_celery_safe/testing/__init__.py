@@ -14,12 +14,6 @@ from .messages import Sent
 from .runs import run_stages
 
 __all__ = [
-    "Delivery",
-    "Sent",
-    "deliver_killed",
-    "deliver_twice",
-    "drain_outbox",
-    "hold_lock",
-    "locks_in_memory",
-    "run_stages",
-]
+    "Delivery", "Sent", "deliver_killed", "deliver_twice", "drain_outbox", "hold_lock",
+    "locks_in_memory", "run_stages",
+]  # fmt: skip

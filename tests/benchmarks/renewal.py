@@ -21,7 +21,7 @@ from tests.processes import start_in_process, tell
 from tests.servers import ServerPool
 
 #: Locks held by one process, their lease in s, and the thirds of a lease that are watched.
-LOCKS, LEASE, PERIODS = 1000, 30.0, 3
+LOCKS, LEASE, PERIODS = 1000, 30.0, 9
 PERIOD = LEASE / 3
 
 #: Seconds until all is watched, at the most.

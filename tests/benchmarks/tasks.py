@@ -29,8 +29,8 @@ from tests.benchmarks.tools import caches_on
 from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.servers import RedisServer, ServerPool
 
-#: Rounds, and how many tasks of each candidate are sent and run in one.
-ROUNDS, BATCH = 80, 75
+#: Rounds of ours and the floors, of the peers, and how many tasks are sent and run in one.
+ROUNDS, OF_PEERS, BATCH = 160, 40, 75
 
 #: Seconds until all is measured, at the most.
 LONGEST = 600
@@ -154,7 +154,8 @@ def measure() -> dict[str, list[Batch]]:
             send = partial(send_and_run, numbers, worker, partial(are_left, queues), locks)
             candidates = {name: partial(send, task) for name, task in CANDIDATES.items()}
             candidates[RAW] = partial(candidates[RAW], beside=set_bare)
-            return take_turns(candidates, ROUNDS)
+            peers = {name: candidates.pop(name) for name in PRESENT}
+            return take_turns(candidates, ROUNDS) | take_turns(peers, OF_PEERS)
 
 
 def are_left(queues: "redis.Redis") -> bool:
