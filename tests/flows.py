@@ -23,7 +23,7 @@ LIMITS: Final = {
     "single_instance send": 5,
     "single_instance run": 27,
     "unique_until send": 21,
-    "unique_until run": 32,
+    "unique_until run": 36,
     "outbox call and commit": 30,
     "relay of one": 18,
     "do_once": 5,
