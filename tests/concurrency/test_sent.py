@@ -24,6 +24,7 @@ from django_celery_safe import (
     SafeTask,
     conf,
     find_lock,
+    iter_locks,
     release_lock,
     single_instance,
 )
@@ -32,9 +33,11 @@ from django_celery_safe.delivery import copies
 from django_celery_safe.leases.holder import HOST, Holder
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
+from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.background import settle
+from tests.clock import HeldClock, clock
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, end_child
 from tests.concurrency.test_options import held_names
@@ -45,7 +48,7 @@ from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
 from tests.versions import IS_CELERY_57
 
-__all__ = ["store"]
+__all__ = ["clock", "store"]
 
 NAME = "tests.once"
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
@@ -175,6 +178,25 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
     assert store.after == {}
     assert held_names() == []
+
+
+@pytest.mark.parametrize("store_name", ["django-redis", "cluster", "database"])
+def test_a_long_run_renews_both_locks(
+    store_name: str, mailbox: Mailbox, use_store: Callable[[str], None], clock: HeldClock
+) -> None:
+    """The lock of the send lasts as long as the run, in one request with the run's, or alone."""
+    use_store(store_name)
+
+    def go_on(self: Any, number: int) -> list[float | None]:
+        soon = [(lock.name, lock.token, 5.0) for lock in iter_locks()]
+        assert locate().store().extend(soon) == [True, True]
+        clock.advance(LEASE / 2)
+        return [lock.remaining for lock in iter_locks()]
+
+    unique(mailbox, go_on, {"timeout": LEASE}).delay(7)
+    state, left = mailbox.deliver(mailbox.take_one())
+    assert (state, len(left)) == ("SUCCESS", 2)
+    assert min(left) > LEASE / 2
 
 
 @pytest.mark.parametrize("store_name", ["local", "django-redis", "cluster"])

@@ -12,14 +12,8 @@ from tests.contract import cases
 
 #: Each store that processes share, by the name that its tests carry; "database" is of ``--db``.
 SHARED_STORES = [
-    "django-redis",
-    "memcached",
-    "database",
-    "cluster",
-    "portable",
-    "redis-cache",
-    "pgbouncer",
-]
+    "django-redis", "memcached", "database", "cluster", "portable", "redis-cache", "pgbouncer",
+]  # fmt: skip
 
 #: Stores whose cases are nightly: they have the code of another.
 NIGHTLY_STORES = ["redis-cache", "pgbouncer"]

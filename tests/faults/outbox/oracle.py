@@ -181,16 +181,8 @@ def count(history: History) -> dict[str, float]:
     }
 
 
-ORACLE = Oracle(
-    count,
-    [
-        lost_tasks,
-        ghosts,
-        too_many_duplicates,
-        undone_effects,
-        repeated_effects,
-        leftovers,
-        errors,
-        too_little,
-    ],
-)
+CHECKS = [
+    lost_tasks, ghosts, too_many_duplicates, undone_effects, repeated_effects, leftovers, errors,
+    too_little,
+]  # fmt: skip
+ORACLE = Oracle(count, CHECKS)

@@ -264,16 +264,8 @@ def count(history: History) -> dict[str, int]:
     }
 
 
-ORACLE = Oracle(
-    count,
-    [
-        two_at_once,
-        lost_tasks,
-        undone_work,
-        swallowed_sends,
-        sent_twice,
-        ghosts,
-        leftovers,
-        too_little,
-    ],
-)
+CHECKS = [
+    two_at_once, lost_tasks, undone_work, swallowed_sends, sent_twice, ghosts, leftovers,
+    too_little,
+]  # fmt: skip
+ORACLE = Oracle(count, CHECKS)
