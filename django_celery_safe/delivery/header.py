@@ -77,7 +77,9 @@ _GIVEN: Final = ("step", "django_task")
 
 class Kept:
     """
-    What is known of a message that runs: an attribute of its request, which no header can be.
+    What is known of a message that runs.
+
+    It is an attribute of the message's request. A header of the same name is never of this class.
 
     Attributes:
         header: Our header.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BATCH: Final = 500
 #: The order of a run's steps.
 IN_ORDER: Final = ("stage", "position")
-#: What a list shows of the message of a step, and its counts, as long as the message is there.
+#: What a list shows of the message of a step. The counts are 0 when the message is gone.
 OF_MESSAGE: Final = ("state", "holder", "due_at")
 COUNTS: Final = ("starts", "deaths", "resent")
 

@@ -4,9 +4,11 @@ import asyncio
 import gc
 import logging
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -197,6 +199,23 @@ def test_a_long_run_renews_both_locks(
     state, left = mailbox.deliver(mailbox.take_one())
     assert (state, len(left)) == ("SUCCESS", 2)
     assert min(left) > LEASE / 2
+
+
+@pytest.mark.parametrize("forged", [None, "text", {"header": {}}])
+def test_what_is_known_of_a_message_is_no_header_and_no_part_of_a_copy(
+    forged: object, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A header of its name is not believed, and the request of a run can be pickled and copied."""
+
+    def copy(self: Any, number: int) -> list[str]:
+        copies = pickle.loads(pickle.dumps(self.request)), deepcopy(self.request)
+        assert all(one.id == self.request.id for one in copies)
+        return held_names()
+
+    unique(mailbox, copy, {}).apply_async((7,), headers={"safe_kept": forged} if forged else {})
+    state, held = mailbox.deliver(mailbox.take_one())
+    assert (state, sorted(held)) == ("SUCCESS", [f"sent:{NAME}:7", f"{NAME}:7"])
+    assert held_names() == []
 
 
 @pytest.mark.parametrize("store_name", ["local", "django-redis", "cluster"])

@@ -272,16 +272,8 @@ def _writes(history: History) -> dict[str, list[Record]]:
     return writes
 
 
-ORACLE = Oracle(
-    count,
-    [
-        two_holders,
-        too_many_holders,
-        broken_promises,
-        unordered_fences,
-        older_writes,
-        refusals_without_a_holder,
-        incomplete_answers,
-        too_little,
-    ],
-)
+CHECKS = [
+    two_holders, too_many_holders, broken_promises, unordered_fences, older_writes,
+    refusals_without_a_holder, incomplete_answers, too_little,
+]  # fmt: skip
+ORACLE = Oracle(count, CHECKS)

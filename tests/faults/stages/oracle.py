@@ -258,17 +258,8 @@ def count(history: History) -> dict[str, float]:
     }
 
 
-ORACLE = Oracle(
-    count,
-    [
-        stuck_runs,
-        lost_params,
-        early_steps,
-        stages_begun,
-        steps_succeeded,
-        needless_executions,
-        two_at_once,
-        leftovers,
-        too_little,
-    ],
-)
+CHECKS = [
+    stuck_runs, lost_params, early_steps, stages_begun, steps_succeeded, needless_executions,
+    two_at_once, leftovers, too_little,
+]  # fmt: skip
+ORACLE = Oracle(count, CHECKS)
