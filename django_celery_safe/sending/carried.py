@@ -9,10 +9,9 @@ the message. A message whose row has ended, or is claimed by another run, does n
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from celery._state import get_current_task
 from celery.app.task import Context
@@ -34,10 +33,8 @@ from ..values import decode
 from .capture import Captured, capture
 from .carried_claim import MessageClaim, claim_message
 from .carried_ends import RESENT, NoAnswer, RunEnds
-from .followed import Follower, find_follower
+from .followed import find_follower
 from .followers import carried_followers, end_with_body, send_followers
-from .going_on import ending
-from .message_table import Claimed
 
 T = TypeVar("T")
 
@@ -46,18 +43,6 @@ logger = get_logger(__name__)
 
 class Run(RunEnds):
     """The run of a carried task in this process."""
-
-    def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
-        # Not the request: as the weak key of this run, it would never be freed.
-        self.claim, self.task, self._task_id = claim, task, request.id or ""
-        self.held = claim.name, claim.token
-        claim.find_run = ref(self)
-        self.found, self.returned, self.unrun = found, "", ""
-        self.follower: Follower | None = None
-        self.is_called = self.has_begun = False
-        self.resent: Captured | None = None
-        self._is_replaced = False
-        self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
     def begin(self, header: Header) -> None:
         """
@@ -144,30 +129,6 @@ class Run(RunEnds):
 
     def _emit_done(self) -> None:
         MESSAGE_DONE.emit(RunEnds, task=self.task.name, task_id=self._task_id)
-
-    def end(self, follow: Callable[[], object] | None = None) -> bool:
-        """End the row of a task that is done, with what follows; return whether it was ours."""
-        table, name, token = self.claim.table, self.claim.name, self.claim.token
-        # A finished task has its result in the row already.
-        returned = "" if self.claim.is_finished else self.returned
-        if (follower := self.follower) is not None and self.claim.is_finished:
-            follower.finish(self.claim.text)
-
-        def end_row() -> bool:
-            return table.end(name, token, returned)
-
-        def write() -> bool:
-            if follower is not None:
-                return follower.end(self.held, end_row)
-            with nullcontext() if follow is None else ending(table.alias):
-                ours = end_row()
-                if ours and follow is not None:
-                    follow()
-            return ours
-
-        if follow is not None or follower is not None:
-            self.claim.stop_renewing()  # the row may be gone before the claim ends
-        return self.claim.end_by(write, lambda: table.has_ended(name))
 
 
 #: The run of each carried task in this process, for as long as Celery keeps its request.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery.app.task import Context
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -21,9 +21,6 @@ from .carried_ends import DATABASE_AWAY
 from .followed import NOTHING
 from .message_table import Claimed, MessageTable, message_table
 
-if TYPE_CHECKING:
-    from .carried import Run
-
 
 class MessageClaim(Claim):
     """
@@ -35,8 +32,8 @@ class MessageClaim(Claim):
 
     table: MessageTable
     is_carried = True
-    #: Returns the run of this claim; not the run itself, which has the claim.
-    find_run: Callable[[], Run | None]
+    #: Returns the :class:`Run` of this claim; not the run itself, which has the claim.
+    find_run: Callable[[], Any]
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"

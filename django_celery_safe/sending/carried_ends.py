@@ -7,12 +7,14 @@ has the run itself, and its success.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import Error as DatabaseError
 
@@ -25,8 +27,8 @@ from ..foreign_errors import describe_error, find_soft_time_limit
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from .capture import Captured
-from .followed import Fault, Follower, Held, fail_message
-from .going_on import publish_again
+from .followed import Fault, Follower, fail_message
+from .going_on import ending, publish_again
 from .message_table import Claimed
 from .outbox import can_carry, name_attempt
 
@@ -45,7 +47,7 @@ class NoAnswer(WillBeRedelivered):
     """The database did not say what follows the message, so the task was not called."""
 
 
-class RunEnds(ABC):
+class RunEnds:
     """
     The ends of a carried run.
 
@@ -63,19 +65,41 @@ class RunEnds(ABC):
         held: The name and the token of this run's claim, for statements.
     """
 
-    claim: MessageClaim
-    task: Any
-    found: Claimed
-    follower: Follower | None
-    resent: Captured | None
-    has_begun: bool
-    held: Held
-    _task_id: str
-    _is_replaced: bool
+    def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
+        # Not the request: as the weak key of this run, it would never be freed.
+        self.claim, self.task, self._task_id = claim, task, request.id or ""
+        self.held = claim.name, claim.token
+        claim.find_run = ref(self)
+        self.found, self.returned, self.unrun = found, "", ""
+        self.follower: Follower | None = None
+        self.is_called = self.has_begun = False
+        self.resent: Captured | None = None
+        self._is_replaced = False
+        self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
-    @abstractmethod
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
+        table, name, token = self.claim.table, self.claim.name, self.claim.token
+        # A finished task has its result in the row already.
+        returned = "" if self.claim.is_finished else self.returned
+        if (follower := self.follower) is not None and self.claim.is_finished:
+            follower.finish(self.claim.text)
+
+        def end_row() -> bool:
+            return table.end(name, token, returned)
+
+        def write() -> bool:
+            if follower is not None:
+                return follower.end(self.held, end_row)
+            with nullcontext() if follow is None else ending(table.alias):
+                ours = end_row()
+                if ours and follow is not None:
+                    follow()
+            return ours
+
+        if follow is not None or follower is not None:
+            self.claim.stop_renewing()  # the row may be gone before the claim ends
+        return self.claim.end_by(write, lambda: table.has_ended(name))
 
     def fail(self, error: BaseException) -> bool:
         """
