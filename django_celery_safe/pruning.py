@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from django.db import connections, transaction
 
-from .transactions import attempts
+from .transactions import Attempts
 
 #: Most rows that one transaction deletes. SQLite before 3.32 accepts 999 values in a statement.
 BATCH: Final = 500
@@ -41,7 +41,7 @@ def _erase_batch(rows: Any, limit: int) -> int:
         if found:
             rows.filter(pk__in=found).erase()
         return len(found)
-    for attempt in attempts(rows.db, "A deletion of old rows"):
+    for attempt in Attempts(rows.db, "A deletion of old rows"):
         with attempt, transaction.atomic(using=rows.db):
             locked = rows.select_for_update(skip_locked=True)
             found = list(locked.values_list("pk", flat=True)[:limit])

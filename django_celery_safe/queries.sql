@@ -169,7 +169,7 @@ SELECT id FROM django_celery_safe_stagestep
 WHERE run_id = :run AND stage = :stage AND status <> 'succeeded' LIMIT 1
 
 -- hand_over --
-SELECT id, run_id, stage, task, task_id, arguments, params
+SELECT id, run_id, stage, task, arguments, task_id, params
 FROM django_celery_safe_stagestep
 WHERE run_id = :run AND stage IN (:stage, :stage + 1) AND NOT EXISTS (
     SELECT 1 FROM django_celery_safe_stagestep u

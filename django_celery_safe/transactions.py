@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from django.db import (
     Error,
@@ -147,47 +147,9 @@ def has_block() -> bool:
     return False
 
 
-class TransactionTry(AbstractContextManager["TransactionTry", bool]):
-    """One try of :func:`attempts`: a context manager that suppresses the error of a lost race."""
-
-    def __init__(self, alias: str, what: str, *, last: bool, session: object) -> None:
-        self._alias, self._what, self._last = alias, what, last
-        #: The connection from before, which may have been cut; None: there is none.
-        self._session = session
-        #: Whether the caller has the lock, as it says: from then on an error is its own.
-        self.is_won = False
-        #: Whether the caller only has to commit: a connection that is cut meanwhile may have.
-        self.is_written = False
-        #: Whether another transaction was faster, or the connection was cut, so that the next
-        #: try should start.
-        self.is_lost = False
-
-    def __exit__(self, *exc_info: *ExcInfo) -> bool:
-        error = exc_info[1]
-        if self.is_won or not isinstance(error, DISCONNECTED):
-            return False
-        may_be_cut = self._session is not None and not self.is_written
-        if may_be_cut and replace_if_cut(self._alias, self._session):
-            self.is_lost = True
-            return True
-        if not (isinstance(error, OperationalError) and is_lost_race(error)):
-            return False
-        if self._last:
-            # The class and the cause stay, so callers see that another try is worthwhile.
-            raise OperationalError(
-                f"{self._what} was refused: another transaction changed the row after this one "
-                f"began, and the isolation level of {self._alias!r} hides that change, or each "
-                f"waits for the other. Nothing was done. Run the outer atomic() block again from "
-                f"its start, make this call outside of it, or use READ COMMITTED "
-                f"({describe_error(error)})"
-            ) from error.__cause__
-        self.is_lost = True
-        return True
-
-
-def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
+class Attempts(AbstractContextManager["Attempts", bool]):
     """
-    Yield tries of a transaction that locks a row, until stricter isolation does not refuse it.
+    Tries of a transaction that locks a row, until stricter isolation does not refuse it.
 
     Under REPEATABLE READ and SERIALIZABLE, PostgreSQL refuses to lock a row that another
     transaction changed since this one started, as it did if this one waited for it. A new
@@ -198,7 +160,7 @@ def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
 
     Example::
 
-        for attempt in attempts(alias, "A change of run 7"):
+        for attempt in Attempts(alias, "A change of run 7"):
             with attempt, transaction.atomic(using=alias):
                 ...  # lock the row
                 attempt.is_won = True
@@ -207,20 +169,54 @@ def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
     Args:
         what: Describes the transaction, for the error.
 
+    Attributes:
+        is_won: Whether the caller has the lock, as it says: from then on an error is its own.
+        is_written: Whether the caller only has to commit: a connection that is cut meanwhile may
+            have.
+
     Raises:
         OperationalError: The last attempt lost the race, too.
     """
-    connection = connections[alias]
-    tries = 1 if connection.in_atomic_block else TRIES
-    session = connection.connection if is_autocommit(connection) else None
-    give_up_at = time.monotonic() + LONGEST_RACE
-    for number in range(1, tries + 1):
-        last = number == tries or time.monotonic() > give_up_at
-        attempt = TransactionTry(alias, what, last=last, session=session)
-        session = None  # one more try is enough
-        yield attempt
-        if not attempt.is_lost:
-            return
+
+    is_won = is_written = _is_lost = False
+
+    def __init__(self, alias: str, what: str) -> None:
+        connection = connections[alias]
+        self._alias, self._what = alias, what
+        self._left = 1 if connection.in_atomic_block else TRIES
+        #: The connection from before, which may have been cut; None: there is none.
+        self._session = connection.connection if is_autocommit(connection) else None
+        self._give_up_at = time.monotonic() + LONGEST_RACE
+
+    def __iter__(self) -> Iterator[Self]:
+        while self._left:
+            self._left -= 1
+            self.is_written = self._is_lost = False
+            yield self
+            if not self._is_lost:
+                return
+
+    def __exit__(self, *exc_info: *ExcInfo) -> bool:
+        error = exc_info[1]
+        if self.is_won or not isinstance(error, DISCONNECTED):
+            return False
+        may_be_cut = self._left and self._session is not None and not self.is_written
+        if may_be_cut and replace_if_cut(self._alias, self._session):
+            self._session, self._is_lost = None, True  # one more try is enough
+            return True
+        if not (isinstance(error, OperationalError) and is_lost_race(error)):
+            return False
+        if not self._left or time.monotonic() > self._give_up_at:
+            # The class and the cause stay, so callers see that another try is worthwhile.
+            raise OperationalError(
+                f"{self._what} was refused: another transaction changed the row after this one "
+                f"began, and the isolation level of {self._alias!r} hides that change, or each "
+                f"waits for the other. Nothing was done. Run the outer atomic() block again from "
+                f"its start, make this call outside of it, or use READ COMMITTED "
+                f"({describe_error(error)})"
+            ) from error.__cause__
+        self._is_lost = True
+        return True
 
 
 def change_locked(rows: Any, columns: Sequence[str], **sets: Any) -> list[tuple[Any, ...]]:
@@ -232,7 +228,7 @@ def change_locked(rows: Any, columns: Sequence[str], **sets: Any) -> list[tuple[
             could fail.
     """
     alias, found = rows.db, list[tuple[Any, ...]]()
-    for attempt in attempts(alias, f"A change of {rows.model._meta.verbose_name_plural}"):
+    for attempt in Attempts(alias, f"A change of {rows.model._meta.verbose_name_plural}"):
         with attempt, transaction.atomic(using=alias):
             lock_whole(alias, rows.model)
             # All processes lock in the same order, so that they can't deadlock.
@@ -247,10 +243,11 @@ def change_locked(rows: Any, columns: Sequence[str], **sets: Any) -> list[tuple[
 
 def lock_whole(alias: str, model: type[Model]) -> None:
     """Take the single lock of a database that can't lock rows, such as SQLite: any write does."""
-    if connections[alias].features.has_select_for_update:
-        return
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"DELETE FROM {model._meta.db_table} WHERE 1 = 0")  # noqa: S608
+    connection = connections[alias]
+    if not connection.features.has_select_for_update:
+        table = connection.ops.quote_name(model._meta.db_table)
+        with connection.cursor() as cursor:
+            cursor.execute(f"DELETE FROM {table} WHERE 1 = 0")  # noqa: S608
 
 
 def is_autocommit(connection: Any) -> bool:
@@ -305,20 +302,14 @@ def _execute_repeatedly(
     is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
     if not (is_ours and sql.startswith(OUR_STATEMENTS)):
         return execute(sql, params, many, context)
-    session, give_up_at = connection.connection, time.monotonic() + LONGEST_RACE
-    for number in range(1, TRIES + 1):
-        try:
-            return execute(sql, params, many, context)
-        except DISCONNECTED as error:
-            is_lost = isinstance(error, OperationalError) and is_lost_race(error)
-            if is_lost and number < TRIES and time.monotonic() < give_up_at:
-                continue
-            if not replace_if_cut(connection.alias, session):
-                raise
-            break
-    # The caller reads the answer from its own cursor.
-    context["cursor"].cursor = connection.cursor().cursor
-    return execute(sql, params, many, context)
+    session = connection.connection
+    for attempt in Attempts(connection.alias, "A statement"):
+        with attempt:
+            if connection.connection is not session:
+                # The caller reads the answer from its own cursor.
+                context["cursor"].cursor = connection.cursor().cursor
+            answer = execute(sql, params, many, context)
+    return answer
 
 
 @contextmanager

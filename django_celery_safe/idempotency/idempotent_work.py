@@ -197,15 +197,8 @@ def _message_of(request: Context | None) -> Context | None:
 def idempotent(function: Callable[P, T], /) -> Callable[P, T]: ...
 @overload
 def idempotent(
-    key: str | list[str] | tuple[str, ...] | conf.Unset = conf.UNSET,
+    first: str | list[str] | tuple[str, ...] | conf.Unset = conf.UNSET,
     /,
-    *,
-    timeout: conf.Duration | conf.Unset = conf.UNSET,
-    ttl: conf.Duration | conf.Unset | None = conf.UNSET,
-    using: str | None = None,
-) -> Idempotent: ...
-@overload
-def idempotent(
     *,
     key: Key | conf.Unset = conf.UNSET,
     timeout: conf.Duration | conf.Unset = conf.UNSET,

@@ -15,7 +15,7 @@ from ..databases import Now
 from ..exceptions import LockBackendError
 from ..foreign_errors import describe_error
 from ..transactions import (
-    attempts,
+    Attempts,
     busy_timeout,
     in_testcase_only,
     leave_pool,
@@ -118,7 +118,7 @@ class LeaseTable(DatabaseLeases):
         """
         held = self.all().claimed(*names).filter(**{f"{self.named}__in": list(names.values())})
         skip = connections[self.alias].features.has_select_for_update_skip_locked
-        for attempt in attempts(self.alias, "The renewal of leases"):
+        for attempt in Attempts(self.alias, "The renewal of leases"):
             with attempt, transaction.atomic(using=self.alias):
                 lock_whole(self.alias, held.model)
                 rows = list(held.select_for_update(skip_locked=skip).values_list("token", "pk"))

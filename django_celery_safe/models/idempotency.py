@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Final
 
 from django.db import models
 from django.db.models import Q
@@ -55,9 +54,10 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
 
         Each part is found by an index. None: only expired records.
         """
-        expired = self.filter(_EXPIRED).order_by("expires_at")
-        orphaned = [] if age is None else [self.filter(_gone(age)).order_by("ends_at")]
-        return [expired, *orphaned]
+        expired = self.filter(expires_at__lt=Now()).order_by("expires_at")
+        if age is None:
+            return [expired]
+        return [expired, self.running().filter(ends_at__lt=Now() - age).order_by("ends_at")]
 
     def forget(self) -> int:
         """Delete the records, so that the next caller does the work again; log each of them."""
@@ -71,15 +71,6 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
     def erase(self) -> int:
         """Delete the records without Django's signals, whose receivers could fail."""
         return self._raw_delete(self.db) or 0
-
-
-#: Records that ended and have expired; a running record has a lease instead.
-_EXPIRED: Final = Q(expires_at__lt=Now())
-
-
-def _gone(age: timedelta = timedelta()) -> Q:
-    """Return the condition for records whose lease expired ``age`` ago or earlier."""
-    return Q(state=IdempotencyRecord.State.RUNNING, ends_at__lt=Now() - age if age else Now())
 
 
 class IdempotencyRecord(ListedRow):

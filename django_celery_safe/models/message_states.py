@@ -18,7 +18,7 @@ from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED
-from ..transactions import attempts, change_locked, lock_whole
+from ..transactions import Attempts, change_locked, lock_whole
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         due = self.due() if since is None else self.due().filter(due_at__gte=since)
         if not connection.features.has_select_for_update and not due.exists():
             return []  # without taking the lock that would block all other writers
-        for attempt in attempts(self.db, "The claim of messages"):
+        for attempt in Attempts(self.db, "The claim of messages"):
             with attempt, transaction.atomic(using=self.db):
                 rows = self._lock_fitting(due, limit)
                 ids, seconds = [row[0] for row in rows], lease.total_seconds()
@@ -198,18 +198,15 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             seconds: Longest time that the calls may take; shorter if the database locks as a
                 whole.
         """
-        has_row_locks = connections[self.db].features.has_select_for_update
-        if not has_row_locks:
+        if not connections[self.db].features.has_select_for_update:
             seconds = min(seconds, LONGEST_LOCK)
         unregistered = self.filter(chord=chord)
-        for attempt in attempts(self.db, "The registration of a chord"):
+        for attempt in Attempts(self.db, "The registration of a chord"):
             with attempt, transaction.atomic(using=self.db):
-                if not has_row_locks:
-                    locked: object = unregistered.update(chord=chord)
-                else:
-                    # All relays lock the rows in the same order. An UPDATE alone would lock them
-                    # in any order, so two of them could deadlock.
-                    locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
+                lock_whole(self.db, self.model)
+                # All relays lock the rows in the same order. An UPDATE alone would lock them
+                # in any order, so two of them could deadlock.
+                locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
                 attempt.is_won = True
                 if locked:
                     register(unregistered.exclude(chord_calls="").first(), seconds)

@@ -21,7 +21,7 @@ from .. import queries
 from ..databases import Now
 from ..stages.status import NOT_REGISTERED, Status
 from ..texts import get_logger
-from ..transactions import attempts
+from ..transactions import Attempts
 
 if TYPE_CHECKING:
     from .stages import StageRun
@@ -36,13 +36,18 @@ class StageRuns(models.QuerySet["StageRun"]):
     """The states of runs."""
 
     def listed(self) -> StageRuns:
-        """Runs as lists show them: see :class:`ListedRow`, with the step to look at first."""
+        """Runs as lists show them: see :class:`ListedRow`, with counts and a step to look at."""
         dropped = Q(status=Status.WAITING, error_type=NOT_REGISTERED)
         steps = _steps().filter(Q(status=Status.FAILED) | dropped, run=OuterRef("pk"))
         first = steps.order_by("ended_at", "position")
         names = ("task", "task_id", "error_type", "error")
         of_first = {f"step_{name}": Subquery(first.values(name)[:1]) for name in names}
-        return self.counted().annotate(asked_at=Now(), **of_first).defer("params_text")
+        all_steps = _steps().filter(run=OuterRef("pk")).order_by().values("run")
+        total = all_steps.annotate(total=Count("pk")).values("total")
+        succeeded = all_steps.filter(status=Status.SUCCEEDED)
+        done = succeeded.annotate(done=Count("pk")).values("done")
+        counts = {"total": Coalesce(Subquery(total), 0), "done": Coalesce(Subquery(done), 0)}
+        return self.annotate(asked_at=Now(), **of_first, **counts).defer("params_text")
 
     def active(self) -> StageRuns:
         """Runs that have not ended and continue without an operator."""
@@ -52,22 +57,17 @@ class StageRuns(models.QuerySet["StageRun"]):
         """Runs that ended, successfully or not."""
         return self.exclude(status__in=[Status.WAITING, Status.RUNNING])
 
-    def older(self, age: timedelta) -> StageRuns:
-        """Runs that ended more than ``age`` ago and have no running step."""
+    def prunable(self, age: timedelta) -> StageRuns:
+        """
+        Runs that ended more than ``age`` ago, oldest first.
+
+        Without those with a running step, and those that a row of the project has protected from
+        deletion in the last day.
+        """
         alive = _steps().filter(run=OuterRef("pk")).alive()
-        return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
-
-    def unprotected(self) -> StageRuns:
-        """Runs that no row of the project has protected from deletion in the last day."""
-        long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
-        return self.filter(Q(protected_at__isnull=True) | long_ago)
-
-    def counted(self) -> StageRuns:
-        """Runs with the number of their steps as ``total``, and of succeeded steps as ``done``."""
-        steps = _steps().filter(run=OuterRef("pk")).order_by().values("run")
-        total = steps.annotate(total=Count("pk")).values("total")
-        done = steps.filter(status=Status.SUCCEEDED).annotate(done=Count("pk")).values("done")
-        return self.annotate(total=Coalesce(Subquery(total), 0), done=Coalesce(Subquery(done), 0))
+        free = Q(protected_at__isnull=True) | Q(protected_at__lt=Now() - PROTECTED_FOR)
+        old = self.stopped().filter(free, ~Exists(alive), ended_at__lt=Now() - age)
+        return old.order_by("ended_at")
 
     def lock(self, pk: int) -> StageRun | None:
         """
@@ -82,7 +82,7 @@ class StageRuns(models.QuerySet["StageRun"]):
     @contextmanager
     def locked(self, pk: int) -> Iterator[StageRun | None]:
         """Lock a run for the block, in a transaction."""
-        for attempt in attempts(self.db, f"A change of run {pk}"):
+        for attempt in Attempts(self.db, f"A change of run {pk}"):
             with attempt, transaction.atomic(using=self.db):
                 run = self.lock(pk)
                 attempt.is_won = True

@@ -6,19 +6,25 @@ Runs of stages and their steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
+from celery._state import get_current_task
 from django.db import models, router, transaction
-from django.db.models import Q
+from django.db.models import Count, Q
 from django.utils.translation import gettext_lazy as _
 
+from .. import conf
+from ..exceptions import WrongTransaction
 from ..leases.holder import HeldLock, decode_holder
-from ..stages import decisions, progress
+from ..stages import decisions
 from ..stages.entry_options import read_entry
 from ..stages.progress import Progress, StageProgress
 from ..stages.status import Status
+from ..stages.step_messages import runs_eagerly
+from ..transactions import in_atomic
 from ..values import decode
 from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow, seconds_between, shown
@@ -26,6 +32,9 @@ from .outbox import OutboxMessage
 from .run_states import StageRuns
 from .step_states import IN_ORDER, StageSteps
 from .text import LONGEST_TYPE
+
+#: Time between two looks of a process that waits for the end of a run, s.
+LOOK: Final = 0.25
 
 
 class StageRun(ListedRow):
@@ -137,11 +146,20 @@ class StageRun(ListedRow):
     @property
     def progress(self) -> Progress:
         """How far the run is; one query."""
-        return progress.progress(self)
+        succeeded = Count("pk", filter=Q(status=Status.SUCCEEDED))
+        found = self.steps.aggregate(done=succeeded, total=Count("pk"))
+        return Progress(found["done"], found["total"], self.stage, self.stages)
 
     def progress_by_stage(self) -> list[StageProgress]:
         """Return how far each stage is, in the order of the stages; one query."""
-        return progress.progress_by_stage(self)
+        found: dict[int, tuple[float, dict[Status, int]]] = {}
+        rows = self.steps.order_by("stage", "status").values_list("stage", "priority", "status")
+        for stage, priority, status, count in rows.annotate(count=Count("pk")):
+            found.setdefault(stage, (priority, {}))[1][Status(status)] = count
+        return [
+            StageProgress(stage, priority, sum(counts.values()), counts)
+            for stage, (priority, counts) in sorted(found.items())
+        ]
 
     def is_aborted(self) -> bool:
         """
@@ -169,7 +187,35 @@ class StageRun(ListedRow):
             WrongTransaction: Inside ``atomic()``, where the run may not even have started.
             RuntimeError: Inside a task, which would occupy a worker that the steps need.
         """
-        return progress.wait(self, timeout, idle)
+        task = get_current_task()
+        if task is not None and (not task.request.is_eager or runs_eagerly()):
+            raise RuntimeError(
+                f"{self} is waited for inside the task {task.name}, which would keep a worker's "
+                f"slot from its steps, for ever if it is the last. Start a run that goes on by "
+                f"itself."
+            )
+        alias = str(self._state.db)
+        if in_atomic(alias):
+            raise WrongTransaction(
+                f"{self} is waited for inside atomic() on {alias!r}: what was started in it begins "
+                f"when it commits, and so would never end. Wait after the block."
+            )
+        seconds = conf.WAIT.seconds_or_none(timeout, "timeout")
+        give_up_at = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self.refresh_from_db(using=alias)
+            has_ended = self.status in Status.STOPPED
+            if has_ended and not (idle and self.steps.alive().exists()):
+                return self
+            left = LOOK if give_up_at is None else give_up_at - time.monotonic()
+            if left <= 0:
+                shown = self.progress
+                what = "still has running steps" if has_ended else "goes on"
+                raise TimeoutError(
+                    f"{self} {what} after {timeout}: {shown.done} of {shown.total} steps are done, "
+                    f"and stage {shown.stage} of {shown.stages} is {self.status}."
+                )
+            time.sleep(min(LOOK, left))
 
     def resume(self) -> StageRun:
         """

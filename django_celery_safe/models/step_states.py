@@ -55,10 +55,6 @@ class StageSteps(models.QuerySet["StageStep"]):
         """Steps in the order in which an operator looks at those of a run: failed ones first."""
         return self.order_by(_URGENCY, *IN_ORDER)
 
-    def in_order(self) -> StageSteps:
-        """Steps ordered by stage and by position in the plan."""
-        return self.order_by(*IN_ORDER)
-
     def waiting(self) -> StageSteps:
         """Steps that wait for their stage, for a worker or for a retry."""
         return self.filter(status=Status.WAITING)
@@ -106,10 +102,6 @@ class StageSteps(models.QuerySet["StageStep"]):
             error=storable(fault.text),
             traceback=end_of_traceback(fault.traceback),
         )
-
-    def abort(self) -> int:
-        """Abort the steps, all of which wait; return how many."""
-        return self.update(status=Status.ABORTED, ended_at=Now())
 
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""

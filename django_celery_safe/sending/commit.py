@@ -11,7 +11,7 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from .. import conf
 from ..exceptions import ConfigurationError, WrongTransaction
-from ..transactions import aliases_in_atomic, attempts, in_atomic
+from ..transactions import Attempts, aliases_in_atomic, in_atomic
 from .capture import Captured, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
@@ -162,7 +162,7 @@ def hold(
     if not (outbox and several):
         leave()
         return result
-    for attempt in attempts(connection.alias, "The row of a message"):
+    for attempt in Attempts(connection.alias, "The row of a message"):
         with attempt, transaction.atomic(using=using):
             leave()
             attempt.is_won = True

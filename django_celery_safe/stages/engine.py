@@ -28,13 +28,13 @@ from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault
 from ..texts import get_logger
-from ..transactions import attempts, refuse_unmigrated
+from ..transactions import Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
-from .labels import NO_LABELS, Labels, make_labels
+from .labels import make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, MODELS, Step, StepTable, step_table
+from .step_table import BATCH, MODELS, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -44,6 +44,10 @@ logger = get_logger(__name__)
 
 #: How many times a start tries to write its run while other runs with its key are ending.
 MOST_STARTS: Final = 3
+#: The fields of a step that one stage hands over to the next, in the order of the model.
+HANDED_OVER: Final = (
+    "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
+)  # fmt: skip
 
 
 def start(
@@ -99,9 +103,7 @@ def start(
     Source:
         "Celery task priority orchestration".
     """
-    plan, labels = make_plan(plan, params), NO_LABELS
-    if (key, name, url) != NO_LABELS:
-        labels = make_labels(key, name, url)
+    plan, labels = make_plan(plan, params), make_labels(key, name, url)
     store = step_table()
     must_wait(store.alias)  # the run could not wait for a commit on another database
     try:
@@ -111,31 +113,31 @@ def start(
         raise
 
 
-def _write_once(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
+def _write_once(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
     for last in range(1, MOST_STARTS + 1):
         try:
             # When the start that holds a key is rolled back, MySQL reports a deadlock to all
             # but one of the starts that waited for the key.
-            for attempt in attempts(store.alias, "The start of a run"):
+            for attempt in Attempts(store.alias, "The start of a run"):
                 with attempt, transaction.atomic(using=store.alias):
                     run = _write(store, plan, labels)
                     attempt.is_written = True
             return run
         except IntegrityError as error:
-            if not labels.key:
+            if not (key := labels["key"]):
                 raise
-            active = store.runs().filter(active_key=labels.key).first()
+            active = store.runs().filter(active_key=key).first()
             # That run may have ended since, or this transaction's isolation may hide it.
             if active is not None or last == MOST_STARTS:
-                raise AlreadyStarted(labels.key, active) from error
+                raise AlreadyStarted(key, active) from error
     raise AssertionError  # pragma: no cover
 
 
-def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
+def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
     rows = store.steps()
     run = store.runs().model(
-        **labels._asdict(),
-        active_key=labels.key or None,  # type: ignore[misc]
+        **labels,
+        active_key=labels["key"] or None,  # type: ignore[misc]
         stages=len(plan.stages),
         params_text=plan.params,
         created_at=Now(),
@@ -156,7 +158,7 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
     ]
     rows.bulk_create(steps, batch_size=BATCH)
     if steps[0].pk is None:  # MySQL returns no keys
-        steps = list(rows.filter(run=run.pk).in_order())
+        steps = list(run.steps)
     run.refresh_from_db(using=store.alias)
     emit_of_run(store, RUN_STARTED, run, stages=run.stages)
     send(store, [step for step in steps if step.stage == run.stage])
@@ -220,7 +222,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
     found = queries.fetch(store.alias, "hand_over", run=run.pk, stage=run.stage)
     if not found:
         return
-    rows = [Step(*row) for row in found]
+    rows = [store.steps().model.from_db(store.alias, HANDED_OVER, row) for row in found]
     ended = [step for step in rows if step.stage == run.stage]
     following = rows[len(ended) :]
     try:
@@ -251,7 +253,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
         stop(store, run, Status.FAILED, what)
 
 
-def encode_params(run: StageRun, ended: Iterable[StageStep | Step]) -> str:
+def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     """
     Return the params of a run after these steps, as JSON.
 
@@ -262,12 +264,12 @@ def encode_params(run: StageRun, ended: Iterable[StageStep | Step]) -> str:
     return encode(params, LONGEST_PARAMS) if params else "{}"
 
 
-def merge(run: StageRun, steps: Iterable[StageStep | Step]) -> dict[str, Any]:
+def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
     """Return a run's params with the values that these steps returned; later steps win."""
     params: dict[str, Any] = decode(run.params_text)
     by = dict[str, Any]()
     for step in steps:
-        for key, value in (decode(step.params_text) if step.params_text else {}).items():
+        for key, value in step.params.items():
             if key in by and params[key] != value:
                 logger.warning(
                     "Two steps of %s returned %r, and that of the later one in the plan is kept: "
@@ -289,7 +291,7 @@ def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> No
     settle(store, store.steps().filter(run=run.pk, stage=run.stage))
     waiting = store.steps().filter(run=run.pk).waiting()
     drop_messages(store, waiting.filter(stage=run.stage))
-    waiting.abort()
+    waiting.update(status=Status.ABORTED, ended_at=Now())
     _emit_ended(store, run, status, error)
 
 

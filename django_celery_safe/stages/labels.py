@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..exceptions import ConfigurationError
 
@@ -13,27 +13,9 @@ LONGEST_URL: Final = 2000
 URL_STARTS: Final = ("/", "http://", "https://")
 
 
-class Labels(NamedTuple):
+def make_labels(key: Any, name: Any, url: Any) -> dict[str, str]:
     """
-    The texts by which people and programs identify a run.
-
-    Attributes:
-        key: For programs: only one run with the same key is active at a time. "": none.
-        name: For people. "": none.
-        url: The address of the object that the run is about. "": none.
-    """
-
-    key: str
-    name: str
-    url: str
-
-
-NO_LABELS: Final = Labels("", "", "")
-
-
-def make_labels(key: Any, name: Any, url: Any) -> Labels:
-    """
-    Return the labels of a run as its row takes them.
+    Return the texts by which people and programs identify a run, as its row takes them.
 
     Args:
         key: A text that has to fit uncut.
@@ -45,7 +27,7 @@ def make_labels(key: Any, name: Any, url: Any) -> Labels:
     """
     if name is None:
         raise _invalid("name is None", "Give a text, or leave it out.")
-    return Labels(_check_key(key), _cut(str(name)), _find_url(url))
+    return {"key": _check_key(key), "name": _cut(str(name)), "url": _find_url(url)}
 
 
 def _check_key(key: Any) -> str:

@@ -8,9 +8,7 @@ if an entry can't run; :mod:`django_celery_safe.stages.engine` runs the plan.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +26,8 @@ from .entry_options import MARK, OPTIONS, InvalidEntry, check_retries, make_opti
 
 #: Longest params of a run and arguments of an entry, in characters of JSON: steps read them.
 LONGEST_PARAMS: Final = 65536
+#: Largest priority, and least: beyond, a float skips whole numbers.
+LARGEST_PRIORITY: Final = 2**53
 #: Most entries of a plan: all of them are written in one transaction.
 MOST_ENTRIES: Final = 100_000
 #: Keys of the dictionary form. Its source document spells ``sub_tasks`` in two ways.
@@ -153,12 +153,11 @@ def _read_entry(given: Any, app: Celery) -> Entry:
     if len(given) not in (2, 3):
         raise InvalidEntry(f"has {len(given)} parts", ENTRY_HINT)
     task, priority, *rest = given
-    if isinstance(priority, int) and not isinstance(priority, bool):
-        priority = _exact(priority)
-    if isinstance(priority, bool) or not isinstance(priority, float):
+    if isinstance(priority, bool) or not isinstance(priority, int | float):
         raise InvalidEntry(f"has the priority {priority!r}, which is not a number", ENTRY_HINT)
-    if not math.isfinite(priority):
-        raise InvalidEntry(f"has the priority {priority}, which is in no order", ENTRY_HINT)
+    if not abs(priority) <= LARGEST_PRIORITY:  # nor is NaN
+        reason = "has a priority in no order, or so large that others would equal it"
+        raise InvalidEntry(reason, ENTRY_HINT)
     arguments = rest[0] if rest else {}
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise InvalidEntry(f"has the arguments {arguments!r}", "Give them by name: {'size': 640}.")
@@ -177,13 +176,6 @@ def _read_entry(given: Any, app: Celery) -> Entry:
     if options:
         check_retries(found, options)
     return Entry(found.name, float(priority), text)
-
-
-def _exact(priority: int) -> float:
-    with suppress(OverflowError):
-        if int(float(priority)) == priority:
-            return float(priority)
-    raise InvalidEntry("has a priority so large that others would equal it", ENTRY_HINT)
 
 
 def _find_task(task: Any, app: Celery) -> Any:

@@ -17,7 +17,7 @@ from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
 from .entry_options import read_entry
 from .plan import get_step_layer
-from .step_table import Step, StepTable
+from .step_table import StepTable
 
 if TYPE_CHECKING:
     from ..models.stages import StageStep
@@ -28,7 +28,7 @@ OPTIONS: Final[tuple[str, ...]] = ("queue", "priority", "countdown")
 _eager = threading.local()
 
 
-def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
+def send(store: StepTable, steps: Sequence[StageStep]) -> None:
     """Send the messages of steps, which are carried, when the open transaction commits."""
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if not all(step.task in app.tasks for step in steps):
@@ -63,9 +63,9 @@ def runs_eagerly() -> bool:
     return getattr(_eager, "waiting", None) is not None
 
 
-def _run_all(app: Celery, steps: Iterable[StageStep | Step], alias: str) -> None:
+def _run_all(app: Celery, steps: Iterable[StageStep], alias: str) -> None:
     """Run steps here and now; each stage runs after the previous one, not nested in it."""
-    waiting: list[StageStep | Step] | None = getattr(_eager, "waiting", None)
+    waiting: list[StageStep] | None = getattr(_eager, "waiting", None)
     if waiting is not None:
         waiting += steps
         return
@@ -77,7 +77,7 @@ def _run_all(app: Celery, steps: Iterable[StageStep | Step], alias: str) -> None
         _eager.waiting = None
 
 
-def _run_eagerly(app: Celery, step: StageStep | Step, alias: str) -> None:
+def _run_eagerly(app: Celery, step: StageStep, alias: str) -> None:
     args, kwargs, options = _message(app, step)
     options["headers"][HEADER]["using"] = alias
     error: Any = None
@@ -93,7 +93,7 @@ def _run_eagerly(app: Celery, step: StageStep | Step, alias: str) -> None:
             follower.fail(step.task_id, lambda: True, Fault.of(error))
 
 
-def _message(app: Celery, step: StageStep | Step) -> tuple[Any, ...]:
+def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
     """Return the arguments and options of a step's message; the params stay in the table."""
     task = app.tasks.get(step.task)
     place = {"run": step.run_id, "step": step.pk}

@@ -35,21 +35,6 @@ class Found(NamedTuple):
     params: str
 
 
-class Step(NamedTuple):
-    """A step as one stage hands over to the next, like its row."""
-
-    pk: int
-    run_id: int
-    stage: int
-    task: str
-    task_id: str
-    arguments_text: str
-    params_text: str
-
-    def __str__(self) -> str:
-        return f"{self.task}[{self.task_id}]"
-
-
 class StepTable:
     """The runs and steps in one database; see ``table_in``."""
 
@@ -97,4 +82,4 @@ def connect() -> None:
 def get_prunable(alias: str) -> list[StageRuns]:
     """Return a queryset of the runs whose retention has expired."""
     age, runs = conf.retention("runs"), table_in(alias).runs()
-    return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]
+    return [] if age is None else [runs.prunable(age)]

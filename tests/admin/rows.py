@@ -119,9 +119,9 @@ def end(run: StageRun, status: Status, **changes: Any) -> StageRun:
     alias = run._state.db
     steps = StageStep.objects.using(alias).filter(run=run)
     if status == Status.FAILED:
-        first = steps.in_order().first()
+        first = steps.order_by("stage", "position").first()
         steps.filter(pk=first.pk).record(Status.FAILED, Fault("ValueError", "it does not work"))
-        steps.filter(status=Status.WAITING).abort()
+        steps.filter(status=Status.WAITING).update(status=Status.ABORTED, ended_at=Now())
     StageRun.objects.using(alias).filter(pk=run.pk).update(status=status, ended_at=Now(), **changes)
     run.refresh_from_db(using=alias)
     return run
@@ -132,7 +132,7 @@ def work_on(
 ) -> StageStep:
     """Let a worker have begun a run's step; with a lease below 0 it died since."""
     rows = StageStep.objects.using(run._state.db).filter(run=run)
-    step = rows.in_order()[number]
+    step = rows.order_by("stage", "position")[number]
     rows.filter(pk=step.pk).update(status=Status.RUNNING, started_at=Now())
     OutboxMessage.objects.using(run._state.db).carried(step.task_id).update(
         state="running",

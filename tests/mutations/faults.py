@@ -608,7 +608,7 @@ MUTATIONS = {
             "inside a TestCase nothing is sent on commit",
         ),
         M(
-            "transactions:TransactionTry.__exit__",
+            "transactions:Attempts.__exit__",
             "if self.is_won or not",
             "if not",
             "a transaction that has begun its work is repeated, with the work",

@@ -81,7 +81,7 @@ INVALID: list[tuple[Any, str, str]] = [
     ([(NOTE, 1, {}, 4)], f"entry 1, ('{NOTE}', 1, {{}}, 4),", "has 4 parts"),
     ([(NOTE, 1), (NOTE, "high")], f"entry 2, ('{NOTE}', 'high'),", "'high', which is not a number"),
     ([(NOTE, True)], "entry 1", "priority True, which is not a number"),
-    ([(NOTE, float("nan"))], "entry 1", "priority nan, which is in no order"),
+    ([(NOTE, float("nan"))], "entry 1", "a priority in no order"),
     ([(NOTE, 2**53 + 1)], "entry 1", "so large that others would equal it"),
     ([(NOTE, 10**400)], "entry 1", "so large that others would equal it"),
     ([(NOTE, 1, ["a"])], "entry 1", "has the arguments ['a']. Give them by name"),
