@@ -14,7 +14,7 @@ from pytest_django import Settings
 
 from django_celery_safe import HeldLock, cache_lock, find_lock, iter_locks
 from django_celery_safe.leases.holder import Holder, describe_arguments
-from django_celery_safe.locks.stores import local, locate
+from django_celery_safe.locks.stores import get_store, local
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests import commands
 from tests.conftest import MakeRedisCache
@@ -64,7 +64,7 @@ def take(
     """Hold a lock so that ``left`` seconds are left of a lease, as somebody else's."""
     if by is None:
         by = Holder("web1", 4711, time.time() - age)._replace(**holder)
-    outcome = locate().store().take(LockRequest(name, uuid.uuid4().hex, left, by))
+    outcome = get_store().take(LockRequest(name, uuid.uuid4().hex, left, by))
     assert isinstance(outcome, Acquired)
     lock = find_lock(name)
     assert lock is not None
@@ -129,7 +129,7 @@ def test_json() -> None:
 
 def test_places() -> None:
     """Each holder of a lock of several has a line and a name of its own."""
-    holder, there = Holder("web1", 4711, time.time()), locate().store()
+    holder, there = Holder("web1", 4711, time.time()), get_store()
     for _ in range(2):
         there.take(LockRequest("api", uuid.uuid4().hex, 600, holder, limit=4))
     rows = {row["name"]: (row["place"], row["limit"]) for row in listed()}
@@ -243,7 +243,7 @@ def test_release_asks() -> None:
         assert "  no       idle:0\n" in question
         assert "Release 2 lock(s)? The holders are not stopped" in question
         assert len(names()) == 3
-        assert locate().store().release(first.name, first.token)
+        assert get_store().release(first.name, first.token)
         take(first.name, 600)
 
     for text in ("no", "y", ""):

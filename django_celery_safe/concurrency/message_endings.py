@@ -19,7 +19,7 @@ from ..delivery.header import Header
 from ..delivery.worker import in_background, is_dead_soon
 from ..leases.holder import place_names
 from ..locks import HeldLock
-from ..locks.stores import get_store, locate
+from ..locks.stores import get_store
 from .guard import Guarded, find_guarded_as_asked, get_lock_name
 from .options import Options
 from .sent import find_sent
@@ -89,6 +89,5 @@ def _find_run(outcome: Outcome, asked: Asked) -> HeldLock | None:
 
 
 def _in_background(free: Callable[[], object]) -> None:
-    in_background(
-        free, locate().close, "A dead run's locks could not be freed and end by their leases."
-    )
+    failure = "A dead run's locks could not be freed and end by their leases."
+    in_background(free, lambda: get_store().close(), failure)

@@ -22,7 +22,7 @@ from django.core.checks import CheckMessage
 from .. import conf
 from ..exceptions import LockBackendError
 from ..leases.holder import Holder
-from ..locks.stores import locate
+from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .lock_store import check_place, check_server, explain, try_lock
 
@@ -64,7 +64,7 @@ def examine() -> Iterator[Finding]:
         if any(message.is_serious() for message in messages):
             return  # no lock can be taken
     try:
-        yield from _measure(locate().store())
+        yield from _measure(get_store())
     except Exception as error:  # noqa: BLE001 - a doctor must say what it is, whatever it is
         yield _of_check(explain(error))._replace(verdict="unknown")
 
@@ -108,7 +108,7 @@ def _judge(first: list[Holding], second: list[Holding]) -> Finding:
 
 def _race(store: Store) -> list[list[Holding]]:
     """Let two processes compete for a lock; return when each of them held it."""
-    locate().close()  # a connection must not be forked
+    store.close()  # a connection must not be forked
     name, lease = f"doctor:{uuid.uuid4().hex}", store.nearest_lease(LEASE)
     # Ctrl-C reaches this process, which ends the others; if it is killed, they end by themselves.
     fork = multiprocessing.get_context("fork")
@@ -123,7 +123,7 @@ def _race(store: Store) -> list[list[Holding]]:
 
 def _compete(name: str, lease: float) -> list[Holding]:
     """Take the lock again and again; the first time let its lease end, as if killed."""
-    store, holdings = locate().store(), list[Holding]()
+    store, holdings = get_store(), list[Holding]()
     ends_at = time.monotonic() + 2 * lease + RACE
     while time.monotonic() < ends_at:
         time.sleep(random.uniform(0, HOLD))  # noqa: S311 - so that both try at the same moment

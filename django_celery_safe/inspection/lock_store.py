@@ -22,7 +22,7 @@ from .. import conf
 from ..exceptions import CelerySafeError, LockBackendError
 from ..foreign_errors import describe_error
 from ..leases.holder import describe_holder
-from ..locks.stores import USE_INSTEAD, locate
+from ..locks.stores import USE_INSTEAD, get_store
 from ..locks.stores.base import LockRequest, Store
 from ..texts import printable
 
@@ -40,11 +40,10 @@ def fault(id_: str, text: str, hint: str) -> CheckMessage:
 
 def check_place() -> list[CheckMessage]:
     """Return E002 if locks can't live there, W002 if the store may lose them; query no server."""
-    location = locate()
     if found := list(_find_sqlite(conf.get("LOCK_DATABASE"))):
         return found
     try:
-        store = location.store()
+        store = get_store()
     except Exception as error:  # noqa: BLE001 - a check must say what it is, whatever it is
         return [explain(error)]
     why = store.weakness
@@ -60,7 +59,7 @@ def check_server() -> list[CheckMessage]:
 
     It queries the server, and is of use only where :func:`check_place` returns no error.
     """
-    store = locate().store()
+    store = get_store()
     found = list(_find_clearing(store))
     for ask in (try_lock, _find_refused, _find_eviction):
         try:
@@ -111,8 +110,8 @@ def _find_sqlite(alias: object) -> Iterator[CheckMessage]:
 
 def _find_clearing(store: Store) -> Iterator[CheckMessage]:
     """Yield W002 if ``cache.clear()`` frees the locks along with other things."""
-    kind, own = locate()
-    if kind != "cache" or not store.shared:
+    own = conf.get("LOCK_CACHE")
+    if conf.get("LOCK_DATABASE") is not None or not store.shared:
         return  # LocMemCache does not hold them itself
     others = [alias for alias in settings.CACHES if alias != own and _place(alias) == _place(own)]
     along = ", ".join(f'CACHES["{alias}"]' for alias in others)

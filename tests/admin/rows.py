@@ -12,7 +12,7 @@ from django.db import connections, router, transaction
 from django_celery_safe import send_on_commit, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from django_celery_safe.sending.followed import Fault
@@ -41,7 +41,7 @@ def write_alias() -> str:
 def hold(name: str, holder: Holder = HOLDER, seconds: float = LEASE) -> str:
     """Have somebody hold a lock; return the token."""
     token = os.urandom(16).hex()
-    assert isinstance(locate().store().take(LockRequest(name, token, seconds, holder)), Acquired)
+    assert isinstance(get_store().take(LockRequest(name, token, seconds, holder)), Acquired)
     return token
 
 

@@ -11,7 +11,7 @@ from django.db import connections
 
 from django_celery_safe import find_lock
 from django_celery_safe.admin.pages import MOST_ROWS
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.models import IdempotencyRecord
 from tests.admin import rows
 from tests.admin.cases import CASES, Case
@@ -70,7 +70,7 @@ def test_a_lock_that_changed_hands(root: Visitor) -> None:
     assert "second may run beside it" in asked.content
     assert "process: web1 pid 42; held for: " in asked.content
     held: Any = find_lock("feed")
-    assert locate().store().release("feed", held.token, held.remaining)
+    assert get_store().release("feed", held.token, held.remaining)
     token = hold("feed")
     (versions,) = asked.values("[name=versions]", "value")
     assert root.confirm(LOCKS, "release", *asked.selections, versions=versions).messages == [

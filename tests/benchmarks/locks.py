@@ -23,7 +23,7 @@ from redis.lock import Lock
 
 from django_celery_safe import cache_lock
 from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder, encode_holder
-from django_celery_safe.locks.stores import Location
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.redis_scripts import ACQUIRE, RELEASE
 from tests.benchmarks.report import Figure, interleaved, ratio
@@ -139,7 +139,7 @@ def packed(*words: str) -> bytes:
 
 def ours_of_several() -> Candidate:
     """Return our lock of several holders, of which all but one hold it already."""
-    store = Location("cache", "django-redis").store()
+    store = get_store({"LOCK_CACHE": "django-redis"})
     for number in range(1, PLACES):
         # The same tokens each time: to ask again takes no other place.
         token = f"{number:0{TOKEN_LENGTH}}"

@@ -35,7 +35,7 @@ from django_celery_safe.delivery import copies
 from django_celery_safe.leases.holder import HOST, Holder
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.background import settle
@@ -191,7 +191,7 @@ def test_a_long_run_renews_both_locks(
 
     def go_on(self: Any, number: int) -> list[float | None]:
         soon = [(lock.name, lock.token, 5.0) for lock in iter_locks()]
-        assert locate().store().extend(soon) == [True, True]
+        assert get_store().extend(soon) == [True, True]
         clock.advance(LEASE / 2)
         return [lock.remaining for lock in iter_locks()]
 

@@ -33,7 +33,7 @@ from django_celery_safe import (
 from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.holder import Holder, place_name, place_names
 from django_celery_safe.leases.store import Renewal
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.memcached import MemcachedStore
@@ -51,7 +51,7 @@ Case = Callable[[Path], None]
 
 def store() -> Store:
     """Return the store of this test, for what it can and can't do."""
-    return locate().store()
+    return get_store()
 
 
 #: A lease that ends while a case waits, s.

@@ -21,7 +21,7 @@ from django_celery_safe import (
     release_lock,
 )
 from django_celery_safe.leases.holder import Holder
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.contract.cases import race_for_places
 from tests.contract.conftest import params
@@ -52,7 +52,7 @@ def take(
     """Try to take a place for a task of this id; return what the store says."""
     holder = Holder("here", 1, task="a.b" if task_id else None, task_id=task_id)
     token = uuid.uuid4().hex
-    return locate().store().take(LockRequest(name, token, lease, holder, patience, limit))
+    return get_store().take(LockRequest(name, token, lease, holder, patience, limit))
 
 
 def test_as_many_as_the_limit_hold_it(store: str) -> None:
@@ -152,7 +152,7 @@ def test_interrupted_on_the_way_it_leaves_no_place(
 ) -> None:
     """An acquisition that a time limit cuts off gives back what it may have, and asks once."""
     assert isinstance(take(limit=3), Acquired)
-    there = type(locate().store())
+    there = type(get_store())
     take_place, asked = there.take, list[str]()
 
     def cut_off(*args: Any) -> None:

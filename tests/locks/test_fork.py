@@ -13,7 +13,7 @@ from django.db import connections
 
 from django_celery_safe import CacheLock, LockNotAcquired, cache_lock, find_lock
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from tests.clock import held_clock
 from tests.locks.renewals import get_remaining
 from tests.processes import run_in_processes
@@ -63,7 +63,7 @@ def fork_and_go_on() -> dict[str, Any]:
         found = find_lock("parent's")
         seen["same token"] = found is not None and found.token == lock.token
         # Not the one that is used next: a renewal under way may have it just then.
-        clients = locate().store()._connections.ask(("CLIENT", "LIST"))[0]  # type: ignore[attr-defined]
+        clients = get_store()._connections.ask(("CLIENT", "LIST"))[0]  # type: ignore[attr-defined]
         seen["connection open"] = f"id={connection} ".encode() in clients
         seen["renewed"] = lock.held
         seen["released"] = lock.release()
@@ -160,7 +160,7 @@ def start_child(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def connection_id() -> int:
     """Return the number that Redis gave to this thread's connection for locks."""
-    store: Any = locate().store()
+    store: Any = get_store()
     return int(store._connections.ask(("CLIENT", "ID"))[0])
 
 

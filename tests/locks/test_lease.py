@@ -16,7 +16,7 @@ from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks import CacheLock
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.clock import HeldClock
 from tests.locks.hanging import hanging, in_background
@@ -186,7 +186,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
 
         monkeypatch.setattr(LocalStore, "extend", fail)
     with hanging("extend") as extend:
-        lease = Lease(locate().store(), "released", "token", LEASE, clock.now() - LEASE, print)
+        lease = Lease(get_store(), "released", "token", LEASE, clock.now() - LEASE, print)
         renewer.add(lease)
         thread = lease.lane._thread  # type: ignore[union-attr]
         assert thread is not None

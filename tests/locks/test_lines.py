@@ -10,7 +10,7 @@ from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks, release_lock
 from django_celery_safe.leases.holder import HeldLock, Holder
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.redis_connections import Connections
@@ -106,7 +106,7 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     assert lock.acquire()
     seen = get_lock("freed")
     assert release_lock(seen)
-    connection = locate().store()._connections.idle[-1]  # type: ignore[attr-defined]
+    connection = get_store()._connections.idle[-1]  # type: ignore[attr-defined]
     redis_line.drop()
     # The end of the connection has arrived.
     assert select.select([connection._sock], [], [], 10)[0]
@@ -165,15 +165,15 @@ def test_the_last_release_waits_for_no_renewal(
         clock.jump(11, settle=False)
         assert extend.began.wait(10)
         assert lock.release()
-        assert locate().store() not in closed
-    wait_for(lambda: locate().store() in closed)
+        assert get_store() not in closed
+    wait_for(lambda: get_store() in closed)
 
 
 def test_a_lock_that_was_handed_on_leaves_the_list(
     in_redis: None, redis_server: RedisServer
 ) -> None:
     """A lock that was freed for a waiter who is gone stands on the list no more."""
-    store = locate().store()
+    store = get_store()
     with cache_lock("handed on"):
         # A waiter leaves its mark, and gives up.
         assert isinstance(

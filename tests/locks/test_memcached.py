@@ -17,7 +17,7 @@ from pytest_django import Settings
 from django_celery_safe import ConfigurationError, LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.store import Renewal
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, require
@@ -95,8 +95,8 @@ def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServ
     requests: list[Callable[[], object]] = [
         cache_lock("restarted").acquire,
         lambda: find_lock("restarted"),
-        lambda: locate().store().release("restarted", "a" * 32),
-        lambda: locate().store().extend([Renewal("restarted", "a" * 32, 10)]),
+        lambda: get_store().release("restarted", "a" * 32),
+        lambda: get_store().extend([Renewal("restarted", "a" * 32, 10)]),
     ]
     for request in requests:
         assert find_lock("restarted") is None
@@ -120,7 +120,7 @@ def test_a_server_that_answers_nonsense_is_an_error(answer: bytes, settings: Set
         threading.Thread(target=reply, daemon=True).start()
         location = f"127.0.0.1:{listener.getsockname()[1]}"
         settings.CACHES = {"default": {"BACKEND": BACKEND, "LOCATION": location}}
-        store, token = locate().store(), "t" * 32
+        store, token = get_store(), "t" * 32
         asks: list[Callable[[], object]] = [
             lambda: cache_lock("x").acquire(),
             lambda: find_lock("x"),
@@ -166,10 +166,10 @@ def test_a_silent_server_is_an_error(
 
 def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -> None:
     """A renewal gives up after its own time or the client's, whichever is less; others wait on."""
-    patient = locate().store()
+    patient = get_store()
     assert isinstance(patient.take(LockRequest("kept", "a" * 32, 60, Holder("here", 1))), Acquired)
     use(settings, fragile, timeout=0.1, connect_timeout=0.1)
-    impatient = locate().store()
+    impatient = get_store()
     renewal = [Renewal("kept", "a" * 32, 60)]
     with ThreadPoolExecutor(3) as pool:
         fragile.pause()
@@ -218,7 +218,7 @@ def test_an_item_outlives_its_lease_by_a_tick(seconds: float, memcached: Memcach
 
     That clock may be almost a second behind, and then go on by two at once.
     """
-    store, token = locate().store(), "a" * 32
+    store, token = get_store(), "a" * 32
     began_at = memcached.count("time")
     assert isinstance(
         store.take(LockRequest("ticking", token, seconds, Holder("here", 1))), Acquired
@@ -259,7 +259,7 @@ def test_a_release_wins_against_a_renewal(
     memcached: MemcachedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release frees the lock for good, though a renewal comes between its two requests."""
-    store, token = locate().store(), "a" * 32
+    store, token = get_store(), "a" * 32
     assert isinstance(store.take(LockRequest("raced", token, 60, Holder("here", 1))), Acquired)
     cas, renewed = Client.cas, list[bool]()
 
@@ -314,7 +314,7 @@ def test_caches_with_other_keys_do_not_meet(
 
 def use_own_locks(number: int, times: int = 100) -> str:
     """Take and free a lock of one's own, checking that each answer is one's own."""
-    store = locate().store()
+    store = get_store()
     name, token = f"own:{number}", f"{number:032}"
     for _ in range(times):
         assert isinstance(
@@ -330,7 +330,7 @@ def use_own_locks(number: int, times: int = 100) -> str:
 
 def test_threads_are_not_disturbed_by_a_close(memcached: MemcachedServer) -> None:
     """The renewing thread closes the store, with its last lease, and others see no error."""
-    store = locate().store()
+    store = get_store()
     ended = threading.Event()
 
     def close() -> None:

@@ -14,7 +14,7 @@ from pytest_django import Settings
 from django_celery_safe import cache_lock, find_lock
 from django_celery_safe.exceptions import LockBackendError, LockLost
 from django_celery_safe.leases.holder import Holder
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.locks.renewals import get_lock, stop_renewing
@@ -148,7 +148,7 @@ def test_a_lease_is_trusted_for_a_second_less(
 
 def test_a_lock_in_the_end_of_its_lease_is_left_to_end(diskcache: None, clock: HeldClock) -> None:
     """In the last 3 s of a lease a release deletes nothing: it might be someone else's by then."""
-    store, token = locate().store(), "a" * 32
+    store, token = get_store(), "a" * 32
     for remaining, deleted in ((3.1, True), (None, True), (2.9, False), (0.0, False)):
         assert isinstance(store.take(LockRequest("x", token, 60, Holder("here", 1))), Acquired)
         assert store.release("x", token, remaining) is True

@@ -12,7 +12,7 @@ from pytest_django import Settings
 
 from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock, iter_locks
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Eviction
 from django_celery_safe.locks.stores.redis_cluster import ClusterStore
 from tests.clock import HeldClock
@@ -104,7 +104,7 @@ def waiting_for(name: str) -> Iterator[None]:
 
 def listing_of(name: str) -> str:
     """Return the key of the list that a lock stands in."""
-    store = locate().store()
+    store = get_store()
     assert isinstance(store, ClusterStore)
     return store._keys(name).listing
 
@@ -126,8 +126,8 @@ def test_each_client(
     """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
     redis_cluster.flush()
     settings.CACHES = caches_by(client)
-    assert "redis cluster" in locate().store().where
-    assert locate().store().ask_eviction() == Eviction("noeviction", 0, spares_locks=True)
+    assert "redis cluster" in get_store().where
+    assert get_store().ask_eviction() == Eviction("noeviction", 0, spares_locks=True)
     locks = [cache_lock(f"lock:{number}", timeout=30) for number in range(10)]
     for lock in locks:
         assert lock.acquire()
@@ -221,7 +221,7 @@ def test_a_silent_node_costs_no_lease_in_others(
     silent = fragile.nodes[1]
     locks = {node: cache_lock(name_at(fragile, node), timeout=300) for node in fragile.nodes}
     assert all(lock.acquire() for lock in locks.values())
-    parts = {part for store, part, _ in renewer.lanes if store is locate().store()}
+    parts = {part for store, part, _ in renewer.lanes if store is get_store()}
     assert parts == {(node.host, node.port) for node in fragile.nodes}
     others = [lock for node, lock in locks.items() if node is not silent]
     with silent.silence():

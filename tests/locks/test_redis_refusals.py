@@ -11,7 +11,7 @@ from pytest_django import Settings
 
 from django_celery_safe import ConfigurationError, LockBackendError, cache_lock
 from django_celery_safe.inspection import lock_store
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores import redis as redis_store
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache
 from tests.processes import dead_port
@@ -28,7 +28,7 @@ def admin(
     with redis_server.client() as admin:
         admin.execute_command(*documented_acl())
         yield admin
-        locate().store().close()
+        get_store().close()
         admin.acl_deluser("locks")
 
 
@@ -54,7 +54,7 @@ def test_the_commands_that_are_listed_are_enough(admin: Any) -> None:
     with cache_lock("listed", timeout=60) as lock:
         assert not cache_lock("listed", blocking_timeout=0.4).acquire()
         lock.ensure()
-        (held,) = locate().store().iter_locks()
+        (held,) = get_store().iter_locks()
         assert held.name == "listed"
     assert find_refused() == []
 

@@ -19,7 +19,7 @@ from django_celery_safe import (
     iter_locks,
 )
 from django_celery_safe.events import LEASES_NOT_RENEWED
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, RedisCacheKind
@@ -300,7 +300,7 @@ def test_a_server_that_answers_nonsense_is_an_error(
 ) -> None:
     """If the server is no Redis, a lock counts neither as held nor as free: it is an error."""
     monkeypatch.setattr(Connections, "ask", lambda own, *args: (answer, False))
-    store, lock = locate().store(), cache_lock("x")
+    store, lock = get_store(), cache_lock("x")
     asks: list[Callable[[], object]] = [
         lambda: cache_lock("x", limit=2).acquire(),
         lambda: find_lock("x"),

@@ -12,7 +12,7 @@ from pytest_django import Settings
 from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.store import Renewal
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.conftest import MakeRedisCache, RedisCacheKind
@@ -225,7 +225,7 @@ class Index:
 
 def abandon(names: list[str], seconds: float) -> None:
     """Take locks that nobody will renew nor release."""
-    store = locate().store()
+    store = get_store()
     for number, name in enumerate(names):
         outcome = store.take(LockRequest(name, f"{number:032}", seconds, Holder("here", 1)))
         assert isinstance(outcome, Acquired)
@@ -242,7 +242,7 @@ def test_the_list_forgets_abandoned_locks(index: Index) -> None:
 
 def take_others(number: int) -> bool:
     """Take and free a lock, over and over."""
-    store = locate().store()
+    store = get_store()
     for _ in range(number):
         assert isinstance(store.take(LockRequest("other", "t" * 32, 30, Holder())), Acquired)
         assert store.release("other", "t" * 32)
@@ -251,7 +251,7 @@ def take_others(number: int) -> bool:
 
 def test_the_list_holds_still_for_what_stays(index: Index) -> None:
     """Locks that stay are all listed, and the list ends, while others come and go between pages."""
-    store, renew = locate().store(), locate().store().extend
+    store, renew = get_store(), get_store().extend
     staying, going = ([f"{kind}:{number}" for number in range(2500)] for kind in ("stays", "goes"))
     abandon(going[:2000], 3600)
     abandon(staying, 3600)

@@ -25,7 +25,7 @@ from django_celery_safe import (
     iter_locks,
 )
 from django_celery_safe.leases.holder import HeldLock, Holder
-from django_celery_safe.locks.stores import database, locate, redis
+from django_celery_safe.locks.stores import database, get_store, redis
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
@@ -299,7 +299,7 @@ def test_a_message_that_is_delivered_twice_at_once_takes_one_place(
 ) -> None:
     """The second of two deliveries, which saw both places free, gives its own back."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
-    store, holder = locate().store(), Holder(task="t", task_id="twice")
+    store, holder = get_store(), Holder(task="t", task_id="twice")
     assert isinstance(store.take(LockRequest("x", "1" * 32, 30, holder, limit=2)), Acquired)
     look, looks = DatabaseStore._held, iter([[HeldLock("other"), None]])
     monkeypatch.setattr(

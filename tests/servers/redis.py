@@ -77,6 +77,9 @@ class RedisServer(Server):
                 return bool(client.ping())
             info = client.cluster("info")
             if info["cluster_slots_assigned"] == "0" and self.slots:
+                # Another one for each node, as redis-cli does: of two that claim a slot with the
+                # same epoch, the later message wins.
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", self.slots.start + 1)
                 client.execute_command("CLUSTER", "ADDSLOTS", *self.slots)
             return bool(info["cluster_state"] == "ok") or len(self.slots) < SLOTS
 

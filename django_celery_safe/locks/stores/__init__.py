@@ -1,21 +1,19 @@
 """
-The stores of locks, and how to find the store that a lock lives in.
+The stores of locks; :func:`get_store` returns the one that the settings name.
 
-:func:`locate` returns the place that the settings name, and
-:meth:`Location.store` returns its store. A cache in which two processes could hold one lock is
-refused; the error says what to use instead.
+A cache in which two processes could hold one lock is refused; the error says what to use instead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from django.conf import settings as django_settings
 from django.core.cache import DEFAULT_CACHE_ALIAS, caches
-from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
+from django.core.cache.backends.base import InvalidCacheBackendError
 from django.core.signals import setting_changed
 from django.utils.connection import ConnectionDoesNotExist
 from django.utils.module_loading import import_string
@@ -33,7 +31,7 @@ USE_INSTEAD: Final = (
 )
 
 INSTALL: Final = (
-    "Its client: pip install 'django-celery-safe[redis]', or or with [memcached]; for "
+    "Its client: pip install 'django-celery-safe[redis]', or with [memcached]; for "
     "Django's RedisCache redis."
 )
 
@@ -64,42 +62,17 @@ OF_TENANT: Final = {"django_tenants.cache.make_key", "tenant_schemas.cache.make_
 MEMCACHED: Final = "django.core.cache.backends.memcached.BaseMemcachedCache"
 
 
-class Location(NamedTuple):
-    """
-    Where locks live: a cache alias or a database alias.
-
-    A location can be kept, unlike a store, which belongs to one process and to the current
-    settings.
-    """
-
-    kind: str
-    alias: str
-
-    def store(self) -> Store:
-        """Return this process's store for the location; threads may share the store."""
-        return _cache_store(self.alias) if self.kind == "cache" else _database_store(self.alias)
-
-    def close(self) -> None:
-        """Close the thread's own connection, if it has one: it would be dead by the next use."""
-        store = self.store()
-        if store.connects_threads:
-            store.close()
-
-
-def locate() -> Location:
-    """Return where the settings say that locks live."""
-    project = conf.given()  # not by get(): any alias is valid, and each acquisition asks
-    if (database := project.get("LOCK_DATABASE")) is not None:
-        return Location("database", database)
-    return Location("cache", project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
-
-
 def get_store(project: Mapping[str, Any] | None = None) -> Store:
-    """Return this process's store there; ``project``: the settings dict, if it is known."""
-    project = conf.given() if project is None else project
-    if project.get("LOCK_DATABASE") is None:  # each acquisition asks: without a Location
-        return _cache_store(project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
-    return locate().store()
+    """
+    Return this process's store at the place that the settings name; threads may share it.
+
+    Args:
+        project: The project's settings dict; None: it is looked up.
+    """
+    project = conf.given() if project is None else project  # any alias is valid
+    if (database := project.get("LOCK_DATABASE")) is not None:
+        return _database_store(database)
+    return _cache_store(project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))
 
 
 def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[HeldLock]:
@@ -144,8 +117,7 @@ def release_lock(lock: HeldLock) -> bool:
         acquisition had ended already.
     """
     # Without a token the holder is not known, and any holder would match.
-    store = locate().store()
-    if not lock.token or not store.release(lock.name, lock.token, lock.remaining):
+    if not lock.token or not get_store().release(lock.name, lock.token, lock.remaining):
         return False
     LOCK_FREED.emit(release_lock, name=lock.name, holder=str(lock.holder))
     return True
@@ -210,8 +182,9 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
             f"another when that one fails. Give the locks an alias with one server, or keep them "
             f"in Redis or a database."
         )
-    make = next((_MAKERS[path] for path in classes if path in _MAKERS), _PORTABLE)
-    return make(alias, cache)
+    found = next((_STORES[path] for path in classes if path in _STORES), "portable.PortableStore")
+    store: Store = import_string(f"{__name__}.{found}")(alias, cache)
+    return store
 
 
 def _database_store(alias: str) -> Store:
@@ -236,19 +209,13 @@ def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
     return f"It has: {', '.join(sorted(setting))}.{conf.did_you_mean(alias, setting)}"
 
 
-def _lazily(path: str) -> Callable[[str, BaseCache], Store]:
-    """Return a store factory that imports the store class, and its client, on first use."""
-    return lambda alias, cache: import_string(f"{__name__}.{path}")(alias, cache)
-
-
-_REDIS: Final = _lazily("redis_cluster.make_redis_store")
-_MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {
-    "django_redis.cache.RedisCache": _REDIS,
-    "django.core.cache.backends.redis.RedisCache": _REDIS,
-    "django.core.cache.backends.memcached.PyMemcacheCache": _lazily("memcached.MemcachedStore"),
-    "django.core.cache.backends.locmem.LocMemCache": _lazily("local.LocalStore"),
+#: The stores of caches; all others are portable. As texts: each imports a client, on first use.
+_STORES: Final = {
+    "django_redis.cache.RedisCache": "redis_cluster.make_redis_store",
+    "django.core.cache.backends.redis.RedisCache": "redis_cluster.make_redis_store",
+    "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.MemcachedStore",
+    "django.core.cache.backends.locmem.LocMemCache": "local.LocalStore",
 }
-_PORTABLE: Final = _lazily("portable.PortableStore")
 
 
 def _path(named: Any) -> str:
