@@ -7,9 +7,8 @@ import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from .. import conf
 from ..delivery.call import inner_signature, own_signature
@@ -34,8 +33,7 @@ VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 RETRY_DELAY: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """The validated options of one ``@single_instance``, with defaults applied."""
 
     key: Key | conf.Unset
@@ -140,20 +138,11 @@ def options_of_call(options: Options, given: Any) -> Options:
         ConfigurationError: An option is unknown, can't be sent, or contradicts another option.
     """
     check_call_options(given)
-    way = given.get("on_conflict", options.on_conflict)
+    way, as_task = given.get("on_conflict", options.on_conflict), options._asdict()
     # Leave out options of the task that don't fit this call's on_conflict.
-    as_task: dict[str, Any] = {
-        "key": options.key,
-        "lock": options.lock,
-        "limit": options.limit,
-        "timeout": options.timeout,
-        "on_conflict": way,
-        "unique_until": options.unique_until,
-    }
-    if way == options.on_conflict == "wait":
-        as_task["blocking_timeout"] = options.blocking_timeout
-    if way == options.on_conflict == "retry":
-        as_task["retry_delay"] = options.retry_delay
+    for name, fits in (("blocking_timeout", "wait"), ("retry_delay", "retry")):
+        if not way == options.on_conflict == fits:
+            del as_task[name]
     return make_options(**{**as_task, **given})
 
 

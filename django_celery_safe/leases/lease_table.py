@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
@@ -12,8 +10,7 @@ from django.db import Error, connections, transaction
 from django.db.models import F
 
 from ..databases import Now
-from ..exceptions import LockBackendError
-from ..foreign_errors import describe_error
+from ..exceptions import CelerySafeError
 from ..transactions import (
     Attempts,
     busy_timeout,
@@ -43,6 +40,7 @@ class DatabaseLeases(LeaseStore):
     """
 
     connects_threads: ClassVar[bool] = True
+    client_errors = (Error,)
     #: The purpose of the database, such as "hold the locks".
     purpose: ClassVar[str]
     #: Names of the models whose tables the purpose requires.
@@ -54,6 +52,11 @@ class DatabaseLeases(LeaseStore):
     def check_migrated(self, error: Exception) -> None:
         """Raise an error that explains a database error, if a missing table caused it."""
         refuse_unmigrated(self.alias, self.purpose, self.models, error)
+
+    def explain(self, action: str, error: Exception) -> CelerySafeError:
+        # The next use opens a new connection in place of a broken one.
+        connections[self.alias].close_if_unusable_or_obsolete()
+        return super().explain(action, error)
 
     def leave_pool(self) -> None:
         leave_pool(self.alias)
@@ -101,7 +104,7 @@ class LeaseTable(DatabaseLeases):
         for name, token, seconds in renewals:
             alike.setdefault(seconds, {})[token] = plain_name(name)
         found: dict[str, bool | None] = {}
-        with self._errors("extend"), busy_timeout(self.alias, within):
+        with self.errors("extend"), busy_timeout(self.alias, within):
             for seconds, names in alike.items():
                 found |= self._extend(names, timedelta(seconds=seconds))
         return [found.get(token, False) for _, token, _ in renewals]
@@ -130,14 +133,5 @@ class LeaseTable(DatabaseLeases):
         return {**dict.fromkeys(locked), **dict.fromkeys(keys, True)}
 
     def peek(self, name: str) -> HeldLock | None:
-        with self._errors("peek"):
+        with self.errors("peek"):
             return self.find_held(name)
-
-    @contextmanager
-    def _errors(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except Error as error:
-            # The next use opens a new connection in place of a broken one.
-            connections[self.alias].close_if_unusable_or_obsolete()
-            raise LockBackendError(self.where, action, describe_error(error)) from error

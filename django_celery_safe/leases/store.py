@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, NamedTuple, TypeAlias
 
+from ..exceptions import CelerySafeError, LockBackendError
+from ..foreign_errors import describe_error
 from .holder import HeldLock
 
 
@@ -41,6 +45,11 @@ class LeaseStore(ABC):
     #: Whether the store consists of several servers, which :meth:`part` tells apart.
     has_parts: ClassVar[bool] = False
 
+    #: Client errors that mean that the store did not answer, or refused the request.
+    client_errors: tuple[type[Exception], ...] = ()
+    #: Patterns of a server's refusals, each with its meaning (a clause) and advice (a
+    #: sentence).
+    refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
     #: The store's name in messages, such as ``CACHES["default"] (redis)``.
     where: str
 
@@ -82,3 +91,19 @@ class LeaseStore(ABC):
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Close this thread's connection to the store, and connections that no thread uses."""
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        """Turn the client's errors into :class:`LockBackendError` for ``action``."""
+        try:
+            yield
+        except self.client_errors as error:
+            raise self.explain(action, error) from error
+
+    def explain(self, action: str, error: Exception) -> CelerySafeError:
+        """Return an error that explains the client's error."""
+        text = describe_error(error)
+        for pattern, (meaning, hint) in self.refusals.items():
+            if re.search(pattern, text):
+                return LockBackendError(self.where, action, f"{meaning} ({text})", hint)
+        return LockBackendError(self.where, action, text)

@@ -9,15 +9,12 @@ in tests/contract tests every store against this contract.
 from __future__ import annotations
 
 import random
-import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
-from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError
-from ...foreign_errors import describe_error
+from ...exceptions import ConfigurationError
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, Holder
 from ...leases.store import LeaseStore, Renewal
@@ -120,11 +117,6 @@ class Store(LeaseStore):
     longest_lease: ClassVar[float] = conf.LONGEST_LEASE
     #: How this store can lose locks, as a clause for the checks; "": no known weakness.
     weakness: ClassVar[str] = ""
-    #: Client errors that mean that the store did not answer, or refused the request.
-    client_errors: tuple[type[Exception], ...] = ()
-    #: Patterns of a server's refusals, each with its meaning (a clause) and advice (a
-    #: sentence).
-    refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def connect(self) -> None:
         """Have an open connection for the next request, if the store :attr:`greets`."""
@@ -191,22 +183,6 @@ class Store(LeaseStore):
             f"Locks work there, and find_lock() and `manage.py celery_locks release NAME` find one "
             f"by its name; for a list use Redis or LOCK_DATABASE."
         )
-
-    @contextmanager
-    def errors(self, action: str) -> Iterator[None]:
-        """Turn the client's errors into :class:`LockBackendError` for ``action``."""
-        try:
-            yield
-        except self.client_errors as error:
-            raise self.explain(action, error) from error
-
-    def explain(self, action: str, error: Exception) -> CelerySafeError:
-        """Return an error that explains the client's error."""
-        text = describe_error(error)
-        for pattern, (meaning, hint) in self.refusals.items():
-            if re.search(pattern, text):
-                return LockBackendError(self.where, action, f"{meaning} ({text})", hint)
-        return LockBackendError(self.where, action, text)
 
     def check_lease(self, seconds: float) -> None:
         """

@@ -96,7 +96,6 @@ class DatabaseStore(DatabaseLeases, Store):
     limits = True
     purpose = "hold the locks"
     models = ("DatabaseLock",)
-    client_errors = (Error,)
     refusals = REFUSALS
 
     def __init__(self, alias: str) -> None:
@@ -175,10 +174,9 @@ class DatabaseStore(DatabaseLeases, Store):
                 connection.close()
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
-        # The next use opens a new connection in place of a broken one.
-        connections[self.alias].close_if_unusable_or_obsolete()
+        explained = super().explain(action, error)  # which replaces a broken connection
         self.check_migrated(error)
-        return super().explain(action, error)
+        return explained
 
     def _take_place(
         self, request: LockRequest, name: str, place: int, after: int = 0

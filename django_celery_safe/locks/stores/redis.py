@@ -20,7 +20,7 @@ import math
 import random
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -211,27 +211,20 @@ class RedisStore(Store):
         return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
-        extended: list[bool] = []
+        extended = [True] * len(renewals)
         # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
             page = renewals[start : start + PAGE]
-            answers = [True] * len(page)
-            for position in self._extend_page(page, within):
-                answers[position] = False
-            extended += answers
-        return extended
-
-    def _extend_page(self, renewals: Renewals, within: float | None) -> list[int]:
-        """Return the positions of the renewals whose locks are no longer ours."""
-        keys = [self._keys(renewals[0][0]).listing]
-        keys += [self._keys(name).lock for name, _, _ in renewals]
-        tokens = "".join([token for _, token, _ in renewals])
-        leases = [seconds for _, _, seconds in renewals]
-        if len(set(leases)) == 1:
-            del leases[1:]  # the script extends all that follow by the last
-        with self.errors("extend"):
+            keys = [self._keys(page[0][0]).listing, *[self._keys(name).lock for name, _, _ in page]]
+            tokens = "".join([token for _, token, _ in page])
+            leases = [seconds for _, _, seconds in page]
+            if len(set(leases)) == 1:
+                del leases[1:]  # the script extends all that follow by the last
             args = (tokens, " ".join(map(_milliseconds, leases)))
-            return [int(lost) for lost in self._run(scripts.EXTEND, keys, args, within)[0]]
+            with self.errors("extend"):
+                for lost in self._run(scripts.EXTEND, keys, args, within)[0]:
+                    extended[start + int(lost)] = False
+        return extended
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
@@ -263,17 +256,12 @@ class RedisStore(Store):
         with self.errors(action := "tell how it evicts keys"):
             found = [
                 Eviction(policy, int(info.get("maxmemory", 0)), policy == "noeviction")
-                for info in self._ask_memory()
+                for info in self._connections.ask_memory()
                 if (policy := info.get("maxmemory_policy")) is not None
             ]
         if not found:
             raise LockBackendError(self.where, action, "its INFO says nothing of it")
         return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
-
-    def _ask_memory(self) -> Iterable[Mapping[str, Any]]:
-        """Return what INFO says of the memory, for each server."""
-        lines = self._connections.ask(("INFO", "memory"))[0].decode().splitlines()
-        return [dict(line.split(":", 1) for line in lines if ":" in line)]
 
     def ask_refused(self) -> list[str]:
         own = self._keys(f"doctor:{uuid.uuid4().hex}").lock

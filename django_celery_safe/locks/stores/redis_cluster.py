@@ -139,9 +139,6 @@ class ClusterStore(RedisStore):
                 extended[place] = outcome
         return extended
 
-    def _ask_memory(self) -> list[dict[str, Any]]:
-        return self._connections.ask_memory()  # type: ignore[no-any-return]
-
     def part(self, name: str) -> object:
         node = self._connections.node_of(self._keys(name).listing)
         return node.host, node.port

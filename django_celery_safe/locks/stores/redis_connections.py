@@ -110,6 +110,11 @@ class Connections:
             time.sleep(random.uniform(0, PAUSE))  # noqa: S311
         return self._use(self._open(within), command, within), True
 
+    def ask_memory(self) -> list[dict[str, Any]]:
+        """Return what INFO says of the server's memory."""
+        lines = self.ask(("INFO", "memory"))[0].decode().splitlines()
+        return [dict(line.split(":", 1) for line in lines if ":" in line)]
+
     def _take_idle(self, within: float | None) -> Any:
         while self.idle:
             try:
