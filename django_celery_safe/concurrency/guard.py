@@ -98,27 +98,27 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
     lock.function = guarded.function
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
-    if message is None:
-        return _run_without_message(lock, options, call)
-    lock.run = task, message
-    if "copy" in header or (message.delivery_info or {}).get("redelivered"):
-        drop_if_run_ended(task, message, get_store())
-    run = MessageRun(task, message, options, lock, call)
-    return run.run_and_settle() if "sent" in header else run.run()
+    if message is not None:
+        lock.run = task, message
+        if "copy" in header or (message.delivery_info or {}).get("redelivered"):
+            drop_if_run_ended(task, message, get_store())
+    run = Run(task, message, options, lock, call)
+    return run.run_and_settle() if message is not None and "sent" in header else run.run()
 
 
 @dataclass(slots=True, eq=False)
-class MessageRun:
+class Run:
     """
-    One run of a task for a message, with the lock of the run and that of the send.
+    One run of a task, with the lock of the run and that of the send.
 
     Attributes:
+        message: The request of its message; None: a direct call, ``.apply()`` or eager mode.
         lock: The lock of the run.
         call: Calls the task's function.
     """
 
     task: Any
-    message: Context
+    message: Any
     options: Options
     lock: CacheLock
     call: Call
@@ -151,7 +151,7 @@ class MessageRun:
                 call = self.call
                 if sent is not None:
                     call = functools.partial(sent.hold, lock, lease, self.options, call)
-                if not self.task.acks_late:
+                if self.message is None or not self.task.acks_late:
                     result = call()
                 else:
                     with marking_end(self.task, self.message, lease):
@@ -167,45 +167,37 @@ class MessageRun:
 
     def _is_held_by_own(self, contender: HeldLock | None) -> bool:
         """Return whether the lock is held under this message's own task id."""
-        if contender is None or self.message.id is None:
-            return False
-        return contender.holder.task_id == self.message.id
+        own = None if self.message is None else self.message.id
+        return own is not None and contender is not None and contender.holder.task_id == own
 
     def _wait(self, contender: HeldLock | None) -> None:
         """Wait for the lock if the holder is this task id or the option says so."""
         if self._is_held_by_own(contender):
             self.lock.acquire(OWN_RUN_WAIT)
-        elif self.options.on_conflict == "wait":
-            _emit_conflict(self.lock.name, "wait", contender, self.message.id)
+        elif self.options.on_conflict == "wait" and self.message is not None:
+            self._emit(contender)
             self.lock.acquire(self.options.blocking_timeout)
 
     def _step_aside(self, contender: HeldLock) -> None:
-        name, options, holder = self.lock.name, self.options, contender.holder
-        if options.on_conflict == "wait":  # the conflict was emitted when the wait started
-            raise AlreadyRunning(name, str(holder), options.blocking_timeout, holder.task_id)
-        _emit_conflict(name, options.on_conflict, contender, self.message.id)
-        match options.on_conflict:
-            case "skip":
-                return
-            case "retry":
-                delay = options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
-                resend_later(self.task, self.message, delay)
-            case "reject":
-                raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
-            case "raise":
-                raise AlreadyRunning(name, str(holder), 0.0, holder.task_id)
+        name, way, holder = self.lock.name, self.options.on_conflict, contender.holder
+        waited = 0.0 if self.message is None else self.options.blocking_timeout
+        if not waited:  # else the conflict was emitted when the wait started
+            self._emit(contender)
+        if way == "skip":
+            return
+        if way == "retry" and self.message is not None:
+            delay = self.options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
+            resend_later(self.task, self.message, delay)
+        if way == "reject" and self.message is not None:
+            raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
+        raise AlreadyRunning(name, str(holder), waited, holder.task_id)
 
-
-def _run_without_message(lock: CacheLock, options: Options, call: Call) -> Any:
-    """Run, skip or raise: a direct call, ``.apply()`` or eager mode has no message to retry."""
-    with lock:
-        # Not "if lock": the lease may be over by now, which is no conflict.
-        if (contender := lock.contender) is None:
-            return call()
-    _emit_conflict(lock.name, options.on_conflict, contender, None)
-    if options.on_conflict == "skip":
-        return None
-    raise AlreadyRunning(lock.name, str(contender.holder), 0.0, contender.holder.task_id)
+    def _emit(self, contender: HeldLock | None) -> None:
+        facts = {"name": self.lock.name, "holder": holder_text(contender)}
+        task_id = None if self.message is None else self.message.id
+        TASK_CONFLICT.emit(
+            run_alone, task_id=task_id, on_conflict=self.options.on_conflict, **facts
+        )
 
 
 def get_lock_name(
@@ -268,15 +260,6 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
         )
     args = (task, *args) if guarded.bound else args
     return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs, sent=None)
-
-
-def _emit_conflict(
-    name: str, on_conflict: str, contender: HeldLock | None, task_id: str | None
-) -> None:
-    holder = holder_text(contender)
-    TASK_CONFLICT.emit(
-        run_alone, name=name, task_id=task_id, holder=holder, on_conflict=on_conflict
-    )
 
 
 def _emit_duplicate(task: Any, request: Context, header: Header) -> None:

@@ -256,13 +256,13 @@ MUTATIONS = {
             "the sender and the worker compute different keys for one call",
         ),
         M(
-            "concurrency.guard:MessageRun._is_held_by_own",
-            "return contender.holder.task_id == self.message.id",
-            "return False",
+            "concurrency.guard:Run._is_held_by_own",
+            "contender.holder.task_id == own",
+            "False",
             "a message that meets the lock of its own killed run is skipped, and lost",
         ),
         M(
-            "concurrency.guard:MessageRun._step_aside",
+            "concurrency.guard:Run._step_aside",
             "resend_later(self.task, self.message, delay)",
             "return",
             'on_conflict="retry" drops the task',
@@ -274,9 +274,9 @@ MUTATIONS = {
             "a duplicate that a canvas waits for does the work again",
         ),
         M(
-            "concurrency.guard:_run_without_message",
-            'if options.on_conflict == "skip":',
-            "if True:",
+            "concurrency.guard:Run._step_aside",
+            'if way == "skip":',
+            'if way == "skip" or self.message is None:',
             "a direct call that must raise on a conflict is skipped silently",
         ),
         M(
@@ -292,7 +292,7 @@ MUTATIONS = {
             "a lock of a send that the store could not free along stays until its lease ends",
         ),
         M(
-            "concurrency.guard:MessageRun.run_and_settle",
+            "concurrency.guard:Run.run_and_settle",
             '0.0 if self.options.unique_until == "start" else math.inf',
             "0.0",
             'with unique_until="end" the same task can be sent again while it runs',
