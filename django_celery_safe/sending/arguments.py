@@ -50,9 +50,9 @@ def check_arguments(
         return
     seen: set[int] = set()
     for place, value in [*_places(args, kwargs), *(("the message", part) for part in more)]:
-        found = _find_unsendable(task, place, value, seen)
-        if found is not None:
-            raise found
+        for owner, where, part in _walk(task, place, value, seen):
+            if (refused := _refuse(part)) is not None:
+                raise NotSerializable(owner, where, *refused)
 
 
 def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
@@ -100,37 +100,38 @@ def explain(
     task: str, args: Any, kwargs: Any, embedded: Any, serializer: str, error: EncodeError
 ) -> NotSerializable:
     """Return an error that names the argument that the serializer refused."""
-    for owner, place, value in _arguments(task, args, kwargs, embedded, set()):
-        try:
-            dumps(value, serializer=serializer)
-        except EncodeError as refused:
-            hint = f"The serializer {serializer!r} says: {refused}. Send plain data instead."
-            return NotSerializable(owner, place, _name(value), hint)
+    seen: set[int] = set()
+    for place, value in [("the message", embedded), *_places(args, kwargs)]:
+        for owner, where, part in _walk(task, place, value, seen):
+            try:
+                dumps(part, serializer=serializer)
+            except EncodeError as refused:
+                hint = f"The serializer {serializer!r} says: {refused}. Send plain data instead."
+                return NotSerializable(owner, where, _name(part), hint)
     return NotSerializable(task, "the message", "made of something", f"It says: {error}.")
 
 
-def _arguments(
-    task: str, args: Any, kwargs: Any, more: Any, seen: set[int]
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield task, place and value of each argument, starting with nested signatures."""
-    for inner in _signatures([args, kwargs, more], seen):
-        yield from _arguments(
-            inner["task"], inner.get("args"), inner.get("kwargs"), inner.get("options"), seen
-        )
-    for place, value in _places(args, kwargs):
-        yield task, place, value
+def _walk(task: str, place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
+    """
+    Yield the parts of a value, and then the value, each with its task and its place.
 
-
-def _signatures(value: Any, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-    """Yield the outermost signatures in a value."""
-    if not isinstance(value, Mapping | list | tuple) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if _is_signature(value):
-        yield value
-        return
-    for item in value.values() if isinstance(value, Mapping) else value:
-        yield from _signatures(item, seen)
+    The parts of a signature have its task, and places there.
+    """
+    if type(value) not in PLAIN and id(value) not in seen:
+        seen.add(id(value))
+        owner, inside = task, list[tuple[str, Any]]()
+        if _is_signature(value):
+            owner, options = value["task"], value.get("options") or {}
+            if "single_instance" in options:
+                # Otherwise the error would appear only in the worker that sends it later.
+                check_call_options(options["single_instance"])
+            inside = [*_places(value.get("args"), value.get("kwargs")), ("its options", options)]
+        elif isinstance(value, Mapping | list | tuple | set | frozenset):
+            items = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+            inside = [(place, item) for item in items if type(item) not in PLAIN]
+        for where, part in inside:
+            yield from _walk(owner, where, part, seen)
+    yield task, place, value
 
 
 def _is_signature(value: object) -> TypeGuard[Mapping[str, Any]]:
@@ -143,33 +144,6 @@ def _places(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     # If kwargs is not a mapping, Celery itself raises an error.
     for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
         yield f"kwargs[{name!r}]", value
-
-
-def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSerializable | None:
-    """Return the error for ``value`` or a part of it; None: the value can be sent."""
-    if type(value) in PLAIN:
-        return None
-    if (refused := _refuse(value)) is not None:
-        return NotSerializable(task, place, *refused)
-    inside: list[tuple[str, Any]]
-    if _is_signature(value):
-        task, options = value["task"], value.get("options") or {}
-        if "single_instance" in options:
-            # Otherwise the error would appear only in the worker that sends it later.
-            check_call_options(options["single_instance"])
-        inside = [*_places(value.get("args"), value.get("kwargs")), ("its options", options)]
-    elif isinstance(value, Mapping):
-        items = (*value.keys(), *value.values())
-        inside = [(place, item) for item in items if type(item) not in PLAIN]
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside = [(place, item) for item in value if type(item) not in PLAIN]
-    else:
-        return None
-    if id(value) in seen:
-        return None
-    seen.add(id(value))
-    found = (_find_unsendable(task, part, item, seen) for part, item in inside)
-    return next((error for error in found if error is not None), None)
 
 
 def _refuse(value: Any) -> tuple[str, str] | None:
