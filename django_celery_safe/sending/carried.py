@@ -70,22 +70,15 @@ class Run(RunEnds):
             unchanged: Whether the run's own message is sent again, because it did not begin.
         """
         self.has_begun = self.has_begun and not unchanged
-        captured = Captured()
+        before = self.resent or Captured()  # such as a retry without throw
+        captured = Captured([*before.messages], [*before.chord_calls])
         try:
             result = capture(self.task.app, captured, lambda _: send())
         except Ignore:
-            self._is_replaced = True
-            self._add(captured)
+            self._is_replaced, self.resent = True, captured
             raise
-        self._add(captured)
+        self.resent = captured
         return result
-
-    def _add(self, captured: Captured) -> None:
-        if self.resent is None:
-            self.resent = captured
-        else:  # a retry without throw came before
-            self.resent.messages += captured.messages
-            self.resent.chord_calls += captured.chord_calls
 
     def succeed(self, follow: Callable[[], object] | None = None) -> None:
         """

@@ -8,15 +8,16 @@ has the run itself, and its success.
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
+from django.db import transaction
 
 from .. import conf
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued
@@ -28,9 +29,9 @@ from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from .capture import Captured
 from .followed import Fault, Follower, fail_message
-from .going_on import ending, publish_again
 from .message_table import Claimed
-from .outbox import can_carry, name_attempt
+from .outbox import can_carry, keep, name_attempt, rewrite
+from .sender import OutboxSender
 
 if TYPE_CHECKING:
     from .carried_claim import MessageClaim
@@ -45,6 +46,25 @@ DATABASE_AWAY: Final = 5.0
 
 class NoAnswer(WillBeRedelivered):
     """The database did not say what follows the message, so the task was not called."""
+
+
+@contextmanager
+def ending(using: str) -> Iterator[None]:
+    """
+    Open the transaction in which a run ends.
+
+    A soft time limit that interrupts a publication after its commit is no longer the run's
+    outcome: the row says another one, and a relay sends what was not sent.
+    """
+    is_committed: list[bool] = []
+    try:
+        with transaction.atomic(using=using):
+            # Before the publications, which are made in the order of their registration.
+            transaction.on_commit(lambda: is_committed.append(True), using=using)
+            yield
+    except SoftTimeLimitExceeded:
+        if not is_committed:
+            raise
 
 
 class RunEnds:
@@ -217,9 +237,21 @@ class RunEnds:
         for message in captured.messages:
             if can_carry(message):
                 name_attempt(message, alias)
+        own = [one for one in captured.messages if one.task_id == self._task_id][:1]
+        others = [one for one in captured.messages if one not in own]
         name, replaced = self.claim.name, self._is_replaced
+
+        def write() -> bool:
+            with ending(alias):
+                sender = OutboxSender.join(alias)
+                if own:  # written into the row of the task
+                    ours = rewrite(sender, own[0], name, token, other_work=replaced)
+                else:
+                    ours = self.claim.table.end(name, token)
+                if ours and others:
+                    keep(sender, Captured(others, captured.chord_calls), goes_on=True)
+            return ours
+
         self.claim.stop_renewing()
-        return self.claim.end_by(
-            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced),
-            lambda: self.claim.table.has_ended(name),  # no row is for this attempt any more
-        )
+        # If the answer got lost: no row is for this attempt any more.
+        return self.claim.end_by(write, lambda: self.claim.table.has_ended(name))
