@@ -72,7 +72,7 @@ WHERE id IN (:ids) AND token = :token
 
 -- give_back --
 UPDATE django_celery_safe_outboxmessage
-SET due_at = AFTER(:delay), token = '', error = COALESCE(:error, error)
+SET due_at = AFTER(:wait), token = '', error = COALESCE(:error, error)
 WHERE id IN (:ids) AND token = :token
 
 -- claim_message --

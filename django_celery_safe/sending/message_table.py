@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -34,15 +34,22 @@ class Claimed(NamedTuple):
 
 class Next(NamedTuple):
     """
-    When a relay looks again at a message that was sent.
+    What becomes of a message that a sender or a relay has claimed.
 
     Attributes:
-        after: Seconds from now; None: never, its row ends.
-        is_far: Whether the broker does not have it yet, because it waits for its eta.
+        after: Seconds from now until a relay looks at it again; None: never, its row ends.
+        how: The statement that records it: the broker has the message; or does not have it yet,
+            ``await_eta``; or a relay has to try again, ``give_back``.
+        error: Why it could not be sent; None: the row keeps its error.
     """
 
     after: float | None
-    is_far: bool = False
+    how: str = "carry_sent"
+    error: str | None = None
+
+
+#: The message was not reached: any relay may send it.
+NOT_REACHED: Final = Next(0.0, "give_back")
 
 
 class MessageTable(LeaseTable):
@@ -114,34 +121,21 @@ class MessageTable(LeaseTable):
         """Return whether any attempt of a carried task has not ended."""
         return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
 
-    def record_sent(self, token: str, sent: Mapping[int, Next]) -> None:
+    def record_sent(self, token: str, outcomes: Mapping[int, Next]) -> None:
         """
-        Record what became of messages that a sender or a relay has claimed and dealt with.
+        Record what became of messages that a sender or a relay has claimed, by their keys.
 
         Args:
             token: The token of the claim. Rows that another has claimed since are not changed.
-            sent: When a relay looks again at each row, by its key.
         """
         alike: dict[Next, list[int]] = {}
-        for pk, then in sent.items():
+        for pk, then in outcomes.items():
             alike.setdefault(then, []).append(pk)
         for then, ids in alike.items():
-            name = "await_eta" if then.is_far else "carry_sent"
+            name = then.how
             if then.after is None:
                 name = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            queries.execute(self.alias, name, ids, token=token, wait=then.after)
-
-    def give_back(
-        self, token: str, ids: Iterable[int], delay: float = 0.0, error: str | None = None
-    ) -> None:
-        """
-        Let any relay send messages that a sender or a relay has claimed and not sent.
-
-        Args:
-            delay: Seconds from now until they are due.
-            error: Why they could not be sent; None: the error before stays.
-        """
-        queries.execute(self.alias, "give_back", ids, token=token, delay=delay, error=error)
+            queries.execute(self.alias, name, ids, token=token, wait=then.after, error=then.error)
 
 
 @lru_cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -49,7 +50,7 @@ from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
 from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
-from .message_table import Next, message_table
+from .message_table import NOT_REACHED, Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
 from .publisher import Publisher, bounded_publisher
 from .serialization import ForAnotherRelay, to_message
@@ -150,10 +151,8 @@ class Relay:
         self.housekeeping = Housekeeping(using)
         #: The publishers of the messages of this batch.
         self._publishers: dict[Celery, Publisher] = {}
-        #: Rows of the batch without an outcome yet.
-        self._left: set[int] = set()
-        #: When a relay looks again at the rows that were dealt with.
-        self._sent: dict[int, Next] = {}
+        #: What becomes of the rows of the batch, by their keys.
+        self._next: dict[int, Next] = {}
         #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
         #: When the last claimed row was due, and until when the relay looks only at later rows.
@@ -216,7 +215,7 @@ class Relay:
         self._settle()
         stop_at = time.monotonic() + LEASE.total_seconds() / 2
         rows = self._claim()
-        self._left = {row.pk for row in rows}
+        self._next = {row.pk: NOT_REACHED for row in rows}
         try:
             claimed = self._read(rows)
             gone: list[BrokerGone] = []
@@ -229,7 +228,6 @@ class Relay:
                 raise gone[0]
         finally:
             self._settle()
-            self._give_back()
             self._announce()
             self._awake_at = clock.now()
         return len(rows)
@@ -268,7 +266,6 @@ class Relay:
 
     def _read(self, rows: list[OutboxMessage]) -> list[ClaimedMessage]:
         claimed: list[ClaimedMessage] = []
-        strange: dict[str, list[int]] = {}
         for row in rows:
             try:
                 one = ClaimedMessage.of(row)
@@ -276,16 +273,13 @@ class Relay:
                     self._end_expired(one)
                 elif one.message.eta and (wait := time_to_wait(one.message)) is not None:
                     # Its sender has died before it said so.
-                    self._left.discard(row.pk)
-                    self._sent[row.pk] = Next(wait, is_far=True)
+                    self._next[row.pk] = Next(wait, "await_eta")
                 else:
                     claimed.append(one)
             except ForAnotherRelay as error:
-                strange.setdefault(str(error), []).append(row.pk)
+                self._next[row.pk] = Next(PUT_OFF, "give_back", str(error))
             except ValueError as error:
                 self._fail(row, error)
-        for reason, ids in strange.items():
-            self._put_off(ids, reason)
         return claimed
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
@@ -299,9 +293,8 @@ class Relay:
                 [one.message for one in free], lambda _: self._record_sent(next(waiting))
             )
         unavailable: dict[str, str] = {}
-        put_off: dict[str, list[int]] = {}
         for one in claimed:
-            if one.row.pk not in self._left:
+            if self._next.get(one.row.pk) != NOT_REACHED:
                 continue
             if time.monotonic() > stop_at:
                 break  # another relay may claim the rest soon
@@ -310,11 +303,9 @@ class Relay:
                 if (fault := unavailable.get(one.needs)) is not None:
                     raise PutOff(fault)
                 self._publish_one(publisher, one)
-            except PutOff as error:
+            except (PutOff, LockBackendError) as error:
                 unavailable[one.needs] = str(error)
-                put_off.setdefault(one.needs, []).append(one.row.pk)
-        for needs, ids in put_off.items():
-            self._put_off(ids, unavailable[needs])
+                self._next[one.row.pk] = Next(PUT_OFF, "give_back", str(error))
 
     def _publish_one(self, publisher: Publisher, one: ClaimedMessage) -> None:
         """
@@ -322,21 +313,19 @@ class Relay:
 
         Raises:
             PutOff: A server that the message needs does not answer.
+            LockBackendError: So does the store of its lock.
             BrokerGone: The broker takes no message now.
         """
         try:
             self._register_chord(one)
             # A process that died right afterwards may have published this very message.
             duplicate = publisher.publish(one.message, again=True, begun=one.row.starts > 0)
-        except SoftTimeLimitExceeded:
+        except (SoftTimeLimitExceeded, PutOff, LockBackendError):
             raise
         except BrokerGone as gone:
             if gone.message is not None:
-                self._table.give_back(self._token, [one.row.pk], PUT_BEHIND, str(gone))
-                self._left.discard(one.row.pk)
+                self._next[one.row.pk] = Next(PUT_BEHIND, "give_back", str(gone))
             raise
-        except (PutOff, LockBackendError) as error:
-            raise PutOff(str(error)) from error
         except Exception as error:  # noqa: BLE001 - it is kept with the row
             self._fail(one.row, error)
         else:
@@ -344,7 +333,7 @@ class Relay:
                 # It was sent before, so it is not a duplicate: its lock was freed, and another
                 # message has it now.
                 has = f"another message has the lock {duplicate.name!r}: {holder_text(duplicate)}"
-                self._put_off([one.row.pk], has)
+                self._next[one.row.pk] = Next(PUT_OFF, "give_back", has)
                 return
             self._record_sent(one, is_duplicate=duplicate is not None)
 
@@ -369,9 +358,8 @@ class Relay:
             raise
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
-        self._left.discard(one.row.pk)
         again = None if is_duplicate else resend_delay(one.message, one.row.resent)
-        self._sent[one.row.pk] = Next(again)
+        self._next[one.row.pk] = Next(again)
         self.count += 1
         if is_duplicate:
             return  # publish_once has reported it
@@ -383,7 +371,7 @@ class Relay:
 
     def _end_expired(self, one: ClaimedMessage) -> None:
         """Fail a task that expired: some brokers drop its message, so no worker fails it."""
-        self._left.discard(one.row.pk)
+        self._next.pop(one.row.pk, None)
         rows = self._rows.filter(pk=one.row.pk)
         follower = find_follower(read_header(one.message.options["headers"], one.message.task))
         fault = Fault(RuntimeError.__name__, EXPIRED)
@@ -399,25 +387,18 @@ class Relay:
             TASK_RELAYED.emit(Relay, task=message.task, task_id=message.task_id, relayed=True)
 
     def _settle(self) -> None:
-        if self._sent:
-            self._table.record_sent(self._token, self._sent)
-            self._sent = {}
-
-    def _give_back(self) -> None:
-        """Make the rows that were not reached due now, instead of when the lease expires."""
-        if self._left:
-            self._table.give_back(self._token, self._left)
-
-    def _put_off(self, ids: list[int], reason: str) -> None:
-        logger.warning(
-            "%d message(s) stay in the outbox for another %.0f s: %s", len(ids), PUT_OFF, reason
-        )
-        self._table.give_back(self._token, ids, PUT_OFF, reason)
-        self._left.difference_update(ids)
+        """Record what becomes of the rows; those that were not reached are due now."""
+        if self._next:
+            self._table.record_sent(self._token, self._next)
+            outcomes, self._next = Counter(self._next.values()), {}
+            for then, count in outcomes.items():
+                if then.error and then.after == PUT_OFF:
+                    text = "%d message(s) stay in the outbox for another %.0f s: %s"
+                    logger.warning(text, count, PUT_OFF, then.error)
 
     def _fail(self, row: OutboxMessage, error: Exception) -> None:
         is_dead = row.fail(describe_error(error), attempts=self._attempts)
-        self._left.discard(row.pk)
+        self._next.pop(row.pk, None)
         event = MESSAGE_DEAD if is_dead else TASK_NOT_RELAYED
         event.emit(
             Relay, task=row.task, task_id=row.task_id, error=error, kept=True, attempts=row.attempts

@@ -32,7 +32,7 @@ from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, pooled_producer, register_all
 from .capture import Captured, Message
 from .deduplicate import settle
-from .message_table import Next, message_table
+from .message_table import NOT_REACHED, Next, message_table
 from .outbox import resend_delay, time_to_wait
 from .publisher import Publisher, bounded_publisher, takes_lock
 from .unsent import allow_get
@@ -244,13 +244,13 @@ class OutboxSender(Sender):
             what = "could not be looked for after the commit, and wait for a relay"
             self._warn(self._kept, what, error)
             return
-        sent: dict[int, Next] = {}
+        outcomes = dict.fromkeys(ours, NOT_REACHED)
         try:
             for pk, (each, message) in self._kept.items():
                 if pk in ours:
-                    self._send_kept(pk, each, message, sent)
+                    self._send_kept(pk, each, message, outcomes)
         finally:
-            self._end(ours, sent)
+            self._end(outcomes)
         if self._limit is not None:
             raise self._limit
 
@@ -265,15 +265,14 @@ class OutboxSender(Sender):
         values = {"token": self.token, "held": self.held}
         return {pk for (pk,) in queries.fetch(self.using, name, self._kept, **values)}
 
-    def _send_kept(self, pk: int, send: Send, message: Message, sent: dict[int, Next]) -> None:
-        """Publish a message unless its eta is far away; add to ``sent`` what its row is to say."""
+    def _send_kept(self, pk: int, send: Send, message: Message, outcomes: dict[int, Next]) -> None:
+        """Publish a message unless its eta is far away; set what its row is to say."""
         wait = None if message.eta is None else time_to_wait(message)
         is_sent = self._send(send, message, now=wait is None)
         if is_sent and wait is not None:
-            sent[pk] = Next(wait, is_far=True)
+            outcomes[pk] = Next(wait, "await_eta")
         elif is_sent is not None:
-            again = resend_delay(message) if is_sent and message.attempt else None
-            sent[pk] = Next(again)
+            outcomes[pk] = Next(resend_delay(message) if is_sent and message.attempt else None)
         if is_sent and wait is None:
             self._announce(message)
 
@@ -303,17 +302,13 @@ class OutboxSender(Sender):
         facts: dict[str, Any] = {"task": message.task, "task_id": message.task_id, "error": error}
         event.emit(Sender, kept=True, attempts=0, **facts)
 
-    def _end(self, ours: set[int], sent: dict[int, Next]) -> None:
+    def _end(self, outcomes: dict[int, Next]) -> None:
         """Record which messages were sent, and leave the others to a relay."""
-        table, left = message_table(self.using), ours - sent.keys()
         try:
-            table.record_sent(self.token, sent)
-            if left:
-                table.give_back(self.token, left)
+            message_table(self.using).record_sent(self.token, outcomes)
         except UNSETTLED as error:
-            self._warn(
-                ours, "stay in the outbox, so that a relay sends them, again if need be", error
-            )
+            what = "stay in the outbox, so that a relay sends them, again if need be"
+            self._warn(outcomes, what, error)
 
     def _warn(self, rows: Sized, what: str, error: Exception) -> None:
         said = describe_error(error)

@@ -423,7 +423,7 @@ MUTATIONS = {
         ),
         M(
             "sending.relay:Relay._publish",
-            "if one.row.pk not in self._left:\n                continue",
+            "if self._next.get(one.row.pk) != NOT_REACHED:\n                continue",
             "if False:\n                continue",
             "a relay publishes a batch twice",
         ),
@@ -434,9 +434,9 @@ MUTATIONS = {
             "a message that expired is sent again",
         ),
         M(
-            "sending.relay:Relay.relay_batch",
-            "self._give_back()",
-            "pass",
+            "sending.relay:Relay._settle",
+            "record_sent(self._token, self._next)",
+            "record_sent(self._token, {k: n for k, n in self._next.items() if n != NOT_REACHED})",
             "what a relay could not send waits a minute for another one",
         ),
         M(

@@ -15,7 +15,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
-from django_celery_safe.sending.message_table import Next, message_table
+from django_celery_safe.sending.message_table import NOT_REACHED, Next, message_table
 from tests.plans import plan_of
 from tests.processes import start_in_process, tell, wait_for
 
@@ -182,11 +182,11 @@ def test_what_is_given_back_is_due_again(alias: str) -> None:
     everything, outbox = table(alias), message_table(alias)
     pending = [row["early"], row["late"], row["waiting"]]
     everything.filter(pk__in=pending).update(token=TOKEN)
-    outbox.give_back("another's", pending)
-    outbox.give_back(TOKEN, [row["early"], row["dead"]])
+    outbox.record_sent("another's", dict.fromkeys(pending, NOT_REACHED))
+    outbox.record_sent(TOKEN, dict.fromkeys([row["early"], row["dead"]], NOT_REACHED))
     # It was due before "late", and is now due after it.
     assert keys(everything.due()) == [row["late"], row["early"]]
-    outbox.give_back(TOKEN, pending, 60.0, "refused")
+    outbox.record_sent(TOKEN, dict.fromkeys(pending, Next(60.0, "give_back", "refused")))
     assert keys(everything.due()) == [row["early"]]  # it was not claimed any more
     assert due_in(alias, row["waiting"]) == in_about(60)
     assert [one.error for one in everything.order_by("pk") if one.error] == ["refused"] * 2

@@ -251,7 +251,7 @@ def relay_and_stand_still(alias: str, point: str) -> int:
     original = getattr(Relay, point)
 
     def standing(self: Relay, *args: Any) -> Any:
-        if self._left or self._sent:
+        if self._next:
             setattr(Relay, point, original)
             tell(point)
             os.kill(os.getpid(), signal.SIGSTOP)

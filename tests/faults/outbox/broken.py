@@ -30,9 +30,9 @@ class CursorRelay(relay.Relay):
         self._rows = OutboxMessagesByCursor(OutboxMessage, using=self.using)
 
     def _settle(self) -> None:
-        if self._sent:
+        if sent := [pk for pk, then in self._next.items() if then.how == "carry_sent"]:
             note = self.cursor.with_name(f"cursor-{os.getpid()}")
-            note.write_text(str(max(self._sent)))
+            note.write_text(str(max(sent)))
             note.replace(self.cursor)
         super()._settle()
 
