@@ -26,14 +26,11 @@ from django.db.backends.signals import connection_created
 from .databases import is_lost_race
 from .exceptions import ConfigurationError
 from .foreign_errors import ExcInfo, describe_error
-from .texts import get_logger
 
 if TYPE_CHECKING:
     from django.db.models import Model
 
 T = TypeVar("T")
-
-logger = get_logger(__name__)
 
 #: Errors of a statement whose connection is dead, or whose server does not accept writes.
 DISCONNECTED: Final = (OperationalError, InterfaceError, InternalError)

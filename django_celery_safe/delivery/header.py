@@ -85,15 +85,17 @@ class Kept:
         header: Our header.
         sent: The lock that the message has held since it was sent, see ``concurrency.sent``;
             None: it has none, or nobody has looked for it.
+        run: The run of a carried task, see ``sending.carried``; None: none has begun. Celery
+            copies the request of a task that is called again inside its run, and this with it.
     """
 
-    __slots__ = ("header", "sent")
+    __slots__ = ("header", "run", "sent")
 
-    def __init__(self, header: Header, sent: Any = None) -> None:
-        self.header, self.sent = header, sent
+    def __init__(self, header: Header) -> None:
+        self.header, self.sent, self.run = header, cast("Any", None), cast("Any", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, (self.header,)  # a copy of a request, or its pickle, has no lock
+        return Kept, (self.header,)  # the pickle of a request has neither
 
 
 def read_given_fields(headers: Mapping[str, Any] | None, task: str) -> Header:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 from celery._state import get_current_task
 from celery.app.task import Context
@@ -27,18 +26,14 @@ from ..delivery.header import Header, get_header
 from ..events import MESSAGE_DONE, TASK_NOT_RUN
 from ..exceptions import ClaimLost, TaskPoisoned
 from ..foreign_errors import describe_error
-from ..leases.held_row import working_claims
-from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
-from .carried_claim import MessageClaim, claim_message
+from .carried_claim import claim_message
 from .carried_ends import RESENT, NoAnswer, RunEnds
 from .followed import find_follower
 from .followers import carried_followers, end_with_body, send_followers
 
 T = TypeVar("T")
-
-logger = get_logger(__name__)
 
 
 class Run(RunEnds):
@@ -52,7 +47,7 @@ class Run(RunEnds):
             NoAnswer: What follows could not be read, so nothing has begun.
         """
         self.claim.begin()
-        follower = self.follower = find_follower(header)
+        follower = self.follower = self.claim.follower = find_follower(header)
         if follower is None:
             return
         try:
@@ -124,20 +119,22 @@ class Run(RunEnds):
         MESSAGE_DONE.emit(RunEnds, task=self.task.name, task_id=self._task_id)
 
 
-#: The run of each carried task in this process, for as long as Celery keeps its request.
-_runs: Final[WeakKeyDictionary[Context, Run]] = WeakKeyDictionary()
-
-
 def find_run(task_id: str | None) -> Run | None:
     """Return the run of the carried task with this id, if this code is inside that run."""
     task = get_current_task()
-    run = None if task is None else _runs.get(task.request)
+    run = None if task is None else _run_of(task.request)
     return run if run is not None and run.claim.is_held and task.request.id == task_id else None
+
+
+def _run_of(request: Any) -> Run | None:
+    """Return the run of a carried task that has begun with this request; None: none has."""
+    run: Run | None = request.safe_kept.run if get_header(request) else None
+    return run
 
 
 def is_by_row(request: Context) -> bool:
     """Return whether only the row of a carried task runs it again: no run holds the row now."""
-    run = _runs.get(request)
+    run = _run_of(request)
     return "attempt" in get_header(request) if run is None else not run.claim.is_held
 
 
@@ -161,9 +158,7 @@ def run_carried(
         TaskPoisoned: So many processes died in the task that it is not run again.
         ClaimLost: When the work was done, another run had claimed the message.
     """
-    run, header = _runs.get(request), get_header(request)
-    if run is None and (run := _find_outer(header)) is not None:
-        _runs[request] = run
+    header, run = get_header(request), _run_of(request)
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
@@ -171,7 +166,7 @@ def run_carried(
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
-        run = _runs[request] = Run(begun[0], task, request, begun[1])
+        run = request.safe_kept.run = Run(begun[0], task, request, begun[1])  # type: ignore[attr-defined]
     run.is_called = not is_hook
     try:
         result = _call(run, request, header, partial(function, *args, **kwargs))
@@ -186,16 +181,8 @@ def run_carried(
     if run.is_called and is_ours:
         _succeed(run, request, result)
         if not run.claim.is_held:
-            _runs.pop(request, None)
             request.safe_ended = "attempt"  # type: ignore[attr-defined]
     return result
-
-
-def _find_outer(header: Header) -> Run | None:
-    """Return the run inside which the task is called again: Celery then copies its request."""
-    attempt = header.get("attempt")
-    claims = (one for one in working_claims() if isinstance(one, MessageClaim))
-    return next((one.find_run() for one in claims if one.name == attempt), None)
 
 
 def _succeed(run: Run, request: Context, result: Any) -> None:
@@ -267,7 +254,7 @@ def _call(run: Run, request: Context, header: Header, function: Callable[[], Any
 def end_run(outcome: Outcome) -> None:
     """End a run whose outcome only Celery knows, such as one that ``autoretry_for`` decides."""
     is_over = outcome.kind == "over"
-    run = _runs.pop(outcome.request, None) if is_over else _runs.get(outcome.request)
+    run = _run_of(outcome.request)
     if run is None or not run.claim.is_held or run.claim.is_of_parent():
         return
     if is_over:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from celery.app.task import Context
@@ -18,7 +17,7 @@ from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..transactions import TRIES
 from .carried_ends import DATABASE_AWAY
-from .followed import NOTHING
+from .followed import NOTHING, Follower
 from .message_table import Claimed, MessageTable, message_table
 
 
@@ -32,8 +31,8 @@ class MessageClaim(Claim):
 
     table: MessageTable
     is_carried = True
-    #: Returns the :class:`Run` of this claim; not the run itself, which has the claim.
-    find_run: Callable[[], Any]
+    #: What follows the message; None: nothing.
+    follower: Follower | None = None
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
@@ -42,8 +41,7 @@ class MessageClaim(Claim):
         self.text = ""
 
     def _encode(self, result: Any) -> str:
-        run = self.find_run()
-        follower = None if run is None else run.follower
+        follower = self.follower
         return super()._encode(result) if follower is None else follower.encode(result, self.key)
 
     def _write_done(self, text: str) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ref
 
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -86,10 +85,9 @@ class RunEnds:
     """
 
     def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
-        # Not the request: as the weak key of this run, it would never be freed.
+        # Not the request, which has this run.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         self.held = claim.name, claim.token
-        claim.find_run = ref(self)
         self.found, self.returned, self.unrun = found, "", ""
         self.follower: Follower | None = None
         self.is_called = self.has_begun = False

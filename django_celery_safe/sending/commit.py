@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from celery import Celery
 from celery.canvas import Signature
@@ -17,8 +17,6 @@ from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .sender import OutboxSender, Sender
 from .unsent import as_sent_result, refuse_get
-
-T = TypeVar("T")
 
 
 def send_on_commit(

@@ -75,21 +75,15 @@ def find_misspelt(task: Any, ours: type) -> Iterator[tuple[str, str]]:
     Args:
         ours: The class with this app's options; the task's own class may not have them.
     """
-    own, *bases = type(task).__mro__
-    known = _known_options(ours, *bases)
+    own = type(task)
+    known = _known_options(ours, *own.__bases__)
     # Celery turns the options of @app.task into attributes of a class.
     for name, value in vars(own).items():
-        if name not in known and name[:1] != "_" and not callable(value):
-            meant = _find_meant(name, known)
-            if meant is not None:
-                yield name, meant
+        is_odd = name not in known and name[:1] != "_" and not callable(value)
+        if is_odd and (meant := conf.closest(name, known, SLIP)) is not None:
+            yield name, meant
 
 
 @lru_cache(maxsize=64)
 def _known_options(*classes: type) -> frozenset[str]:
     return CALL_OPTIONS.union(_READ_BY_CELERY, *map(dir, classes))
-
-
-@lru_cache(maxsize=1024)
-def _find_meant(name: str, known: frozenset[str]) -> str | None:
-    return conf.closest(name, known, SLIP)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
+from django.apps import apps
 from kombu.exceptions import EncodeError
 
 from .. import conf
@@ -15,10 +16,12 @@ from ..concurrency.guard import find_guarded, name_lock
 from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
-from ..exceptions import NotSerializable, TaskPoisoned
+from ..events import SENT_IN_ATOMIC
+from ..exceptions import ConfigurationError, NotSerializable, TaskPoisoned
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
-from . import installed
+from ..transactions import aliases_in_atomic
+from ..usage import calling_line
 from .arguments import check_arguments, explain
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
@@ -28,7 +31,6 @@ from .deduplicate import SIGNATURES, lock_fields, pass_on, run_with_lock, send_o
 from .eager import is_put_off, put_off, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
-from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
 from .unsent import as_sent_result
 
@@ -180,8 +182,9 @@ class SafeTaskMixin(Task[P, R]):
         outbox, wanted, warns = conf.get_each("OUTBOX", "SEND_ON_COMMIT", "WARN_IN_ATOMIC")
         if self._waits_for_commit(ours, outbox, wanted):
             return self._send_on_commit(args, kwargs, options, ours)
-        if warns and ours.get("send_on_commit") is not False:
-            warn_if_in_atomic(self.name)
+        if warns and ours.get("send_on_commit") is not False and (opened := aliases_in_atomic()):
+            facts = {"task": self.name, "using": opened[0], "place": calling_line()}
+            SENT_IN_ATOMIC.emit(SafeTaskMixin, **facts)
         return self._send(args, kwargs, options, None, waits=False)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -263,8 +266,12 @@ class SafeTaskMixin(Task[P, R]):
         waits: bool = True,
     ) -> SentResult[R]:
         """Send the task, or let ``CAPTURED`` keep its message; ``waits``: a commit may delay it."""
-        if not installed.found:
-            installed.refuse_uninstalled(self.name)
+        if apps.ready and "django_celery_safe" not in apps.app_configs:
+            raise ConfigurationError(
+                f'Task {self.name} is a SafeTask, and "django_celery_safe" is not in '
+                f"INSTALLED_APPS: nothing would free the locks of messages, fail steps or check "
+                f"the settings. Add it, and run manage.py migrate."
+            )
         try:
             check_arguments(self.name, args, kwargs, *_signatures_in(options))
         except NotSerializable as error:
