@@ -205,8 +205,6 @@ DEFAULTS: Final = {name: default for name, (default, _) in SETTINGS.items()}
 #: Types of values that can't change in place; and what was checked, by name, with its outcome.
 UNCHANGING: Final = (bool, int, float, str, timedelta, type(None))
 _checked: Final[dict[str, tuple[Any, Any]]] = {}
-#: How long rows of each kind are kept, if the project does not say it.
-DEFAULT_RETENTIONS: Final = retentions({}, "RETENTION")
 
 
 #: The settings of a project without any.
@@ -236,7 +234,7 @@ def get(name: str, project: dict[str, Any] | None = None) -> Any:
     known, outcome = _checked.get(name, (NOTHING, None))
     if known is not value:
         outcome = check(value, name)
-        if isinstance(value, UNCHANGING):
+        if isinstance(value, UNCHANGING) or value is default:
             _checked[name] = value, outcome
     return outcome
 
@@ -247,20 +245,10 @@ def get_each(*names: str) -> list[Any]:
     return [get(name, project) for name in names]
 
 
-def lock_timeout() -> float:
-    """Return the setting ``LOCK_TIMEOUT``, the usual lease, in seconds."""
-    return float(get("LOCK_TIMEOUT"))
-
-
-def resend_after() -> float:
-    """Return the setting ``OUTBOX_RESEND_AFTER``, in seconds."""
-    return float(get("OUTBOX_RESEND_AFTER"))
-
-
 def retention(kind: str) -> timedelta | None:
     """Return how long rows of a kind are kept; 0: not at all; None: for ever."""
-    value = given().get("RETENTION", DEFAULT_RETENTIONS)
-    return (value if value is DEFAULT_RETENTIONS else retentions(value, "RETENTION"))[kind]
+    kept: timedelta | None = get("RETENTION")[kind]
+    return kept
 
 
 def keeps_sent() -> bool:

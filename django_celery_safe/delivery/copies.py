@@ -140,7 +140,7 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     """
     left = contender.remaining
     if left is None:  # the store does not report it
-        left = conf.lock_timeout()
+        left = conf.get("LOCK_TIMEOUT")
     delay, _ = _send(task, request, max(left, SHORTEST_DELAY), copy=True)
     facts = {"name": contender.name, "task": task.name, "task_id": request.id}
     TASK_OWN_COPY.emit(requeue_self, **facts, holder=str(contender.holder), delay=delay)

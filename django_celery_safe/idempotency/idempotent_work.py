@@ -160,7 +160,7 @@ class Idempotent:
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds, keep = self._timeout, self._ttl
         if isinstance(seconds, conf.Unset):
-            seconds = conf.lock_timeout()
+            seconds = conf.get("LOCK_TIMEOUT")
         if isinstance(keep, conf.Unset):
             keep = conf.retention("records")
         return RecordClaim(key, record_table(self.using), seconds, keep, digest)

@@ -36,7 +36,7 @@ class MessageClaim(Claim):
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
-        super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
+        super().__init__(message_table(alias), attempt, key, conf.get("LOCK_TIMEOUT"))
         #: The result that ``finish()`` has recorded.
         self.text = ""
 

@@ -220,7 +220,7 @@ class RunEnds:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
         self._let_wait(Fault.of(error))
         is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
-        later = 0.0 if is_handed_over else conf.resend_after()
+        later = 0.0 if is_handed_over else conf.get("OUTBOX_RESEND_AFTER")
         return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
 
     def _is_ended(self) -> bool:

@@ -207,7 +207,7 @@ def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
     if own.unique_until == "start":
         sent.move(0)
     else:
-        sent.renew(conf.lock_timeout() if isinstance(own.timeout, conf.Unset) else own.timeout)
+        sent.renew(conf.get("LOCK_TIMEOUT") if isinstance(own.timeout, conf.Unset) else own.timeout)
     try:
         return run()
     finally:

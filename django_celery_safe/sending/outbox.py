@@ -123,7 +123,7 @@ def time_to_wait(message: Message) -> float | None:
     The broker would hold it unacknowledged all that time, deliver it again and again, or lose it.
     """
     left = seconds_until(message.eta)
-    if left is None or left <= conf.resend_after() or not message.attempt:
+    if left is None or left <= conf.get("OUTBOX_RESEND_AFTER") or not message.attempt:
         return None
     return round(left, 1)  # one statement for those of one call
 
@@ -141,7 +141,7 @@ def resend_delay(message: Message, resent: int = 0) -> float | None:
     if not message.attempt:
         return None
     wait = max(0.0, seconds_until(message.eta) or 0.0) if message.eta else 0.0
-    return wait + conf.resend_after() * 2.0 ** min(resent, MOST_DOUBLINGS)
+    return wait + conf.get("OUTBOX_RESEND_AFTER") * 2.0 ** min(resent, MOST_DOUBLINGS)
 
 
 def rewrite(

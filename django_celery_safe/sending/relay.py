@@ -160,7 +160,7 @@ class Relay:
         self._looks_back_at = 0.0
         #: Half of the usual lease, s; when it last did something, and from when on it judges,
         #: both by :data:`clock`.
-        self._patience = conf.lock_timeout() / 2
+        self._patience = conf.get("LOCK_TIMEOUT") / 2
         self._awake_at = self._judges_at = clock.now()
         #: How many messages it has sent, and how many turns it has taken.
         self.count = self.turns = 0
