@@ -16,16 +16,9 @@ class DjangoCelerySafeConfig(AppConfig):
     def ready(self) -> None:
         from . import checks, transactions
         from .delivery import endings
-        from .idempotency import records
         from .resuming import handing_over
-        from .sending import housekeeping
-        from .stages import step_table
 
         checks.connect()
         transactions.connect()
         endings.connect()
         handing_over.connect()
-        # Relays do the chores in this order.
-        housekeeping.connect()
-        step_table.connect()
-        records.connect()

@@ -28,7 +28,6 @@ from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease_table import LeaseTable
-from ..sending.housekeeping import Pruning, add_pruning
 from ..texts import get_logger
 from ..transactions import TRIES, reconnect
 from ..values import decode
@@ -322,11 +321,6 @@ def forget_record(key: str, *, using: str | None = None) -> bool:
     if holder is None:
         return False
     raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
-
-
-def connect() -> None:
-    """Register records with the relays, which delete those whose retention has expired."""
-    add_pruning(Pruning("records", RecordTable.models, get_prunable))
 
 
 def get_prunable(alias: str) -> list[IdempotencyRecords]:

@@ -19,14 +19,13 @@ from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from celery import Celery
 from celery.backends.base import Backend
 
 from .arguments import PLAIN, serialize
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Keeps the messages that are made in this context; None: they are published.
@@ -57,7 +56,7 @@ class Message:
         result_wanted: Whether the result backend is notified of the send.
         context: The context in which the message was made, a copy of the caller's: a receiver
             of ``before_task_publish`` may set a variable that a receiver of
-            ``after_task_publish`` resets, as tracing does. None: another process made it.
+            ``after_task_publish`` resets, as tracing does.
         attempt: The id of its attempt, for which its row stays; "": its row ends once it is sent.
     """
 
@@ -72,14 +71,8 @@ class Message:
     expires: str | None
     event: dict[str, Any] | None
     result_wanted: bool
-    context: Context | None = None
+    context: Context = field(default_factory=copy_context)
     attempt: str = ""
-
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in the context in which this message was made."""
-        if self.context is None:
-            return function(*args, **kwargs)
-        return self.context.run(function, *args, **kwargs)
 
 
 @dataclass(slots=True)

@@ -1,18 +1,18 @@
 """
 A relay's housekeeping: its heartbeat, and deleting old rows, also those of other rooms.
 
-The other rooms register their rows here. A turn deletes a limited number of them, and the next
-one goes on. If that fails, the error is logged, and neither the others nor the outbox stop.
+A turn deletes a limited number of them, and the next one goes on. If that fails, the error is
+logged, and neither the others nor the outbox stop.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
+from django.utils.module_loading import import_string
 
 from .. import conf
 from ..databases import Now
@@ -30,8 +30,6 @@ logger = get_logger(__name__)
 #: Time between two turns of a relay, s, and the time if a turn left rows to delete.
 MINUTE: Final = 60.0
 AGAIN: Final = 5.0
-#: Rows of one kind that a turn deletes at most.
-MOST: Final = 10_000
 
 
 class Pruning(NamedTuple):
@@ -40,28 +38,30 @@ class Pruning(NamedTuple):
 
     Attributes:
         rows: The plural name of the rows, such as "records".
+        module: The module with ``get_prunable``, which gets an alias and returns querysets of the
+            rows that may be deleted in that database now, each in the order of an index. As a
+            text: this room knows nothing of higher ones.
         models: The names of the models whose tables it needs. In a database that lacks one of
             these tables, a failure is not logged.
-        find: Called with an alias; returns querysets of the rows that may be deleted in that
-            database now, each in the order of an index.
         most: How many rows of each queryset a turn deletes at most.
         batch: How many rows a transaction deletes at most.
     """
 
     rows: str
+    module: str
     models: tuple[str, ...]
-    find: Callable[[str], Iterable[Any]]
-    most: int = MOST
+    most: int = 10_000
     batch: int = BATCH
 
 
-#: By the names of the rows, in their order.
-_prunings: Final[dict[str, Pruning]] = {}
-
-
-def add_pruning(pruning: Pruning) -> None:
-    """Let every relay delete such rows in each of its turns, after those added earlier."""
-    _prunings[pruning.rows] = pruning
+#: In the order of the chores. A run is deleted with its steps.
+PRUNINGS: Final = (
+    Pruning("messages", "sending.housekeeping", ("OutboxMessage",)),
+    Pruning(
+        "runs of stages", "stages.step_table", ("StageRun", "StageStep", "OutboxMessage"), 100, 1
+    ),
+    Pruning("records", "idempotency.records", ("IdempotencyRecord",)),
+)
 
 
 class Housekeeping:
@@ -87,7 +87,7 @@ class Housekeeping:
             return
         self._beat()
         self._next_at = time.monotonic() + MINUTE
-        if True in [self._prune(pruning) for pruning in _prunings.values()]:
+        if True in [self._prune(pruning) for pruning in PRUNINGS]:
             self._next_at = time.monotonic() + AGAIN
 
     def _beat(self) -> None:
@@ -102,7 +102,8 @@ class Housekeeping:
     def _prune(self, pruning: Pruning) -> bool:
         """Delete some old rows; return whether the next turn should follow soon."""
         try:
-            found = pruning.find(self._using)
+            path = f"django_celery_safe.{pruning.module}.get_prunable"
+            found = import_string(path)(self._using)
             return True in [prune_some(rows, pruning.most, pruning.batch) for rows in found]
         except SoftTimeLimitExceeded:
             raise
@@ -115,11 +116,6 @@ class Housekeeping:
                     describe_error(error),
                 )
             return False
-
-
-def connect() -> None:
-    """Let relays delete old messages."""
-    add_pruning(Pruning("messages", ("OutboxMessage",), get_prunable))
 
 
 def get_prunable(alias: str) -> list[OutboxMessages]:

@@ -174,7 +174,7 @@ class Publisher:
         """
         with _harmless(message):
             if signals.after_task_publish.receivers:
-                message.run(_send_after_publish, message)
+                message.context.run(_send_after_publish, message)
         if message.event is None or self.gone is not None or self._lost_event:
             return
         self._lost_event = True

@@ -10,7 +10,6 @@ from django.db import router
 
 from .. import conf
 from ..databases import refuse_untested
-from ..sending.housekeeping import Pruning, add_pruning
 
 if TYPE_CHECKING:
     from ..models.run_states import StageRuns
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 #: Steps that one statement adds or changes; every database accepts that many parameters.
 BATCH: Final = 500
-#: Runs that a relay deletes in one turn at most, each with its steps in a transaction.
-MOST_RUNS: Final = 100
 #: The models of the tables.
 MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
 
@@ -72,11 +69,6 @@ def step_table() -> StepTable:
 
 #: Returns the table in the database with this alias.
 table_in = lru_cache(StepTable)
-
-
-def connect() -> None:
-    """Let relays delete runs that ended long ago."""
-    add_pruning(Pruning("runs of stages", MODELS, get_prunable, most=MOST_RUNS, batch=1))
 
 
 def get_prunable(alias: str) -> list[StageRuns]:
