@@ -138,7 +138,7 @@ class Run:
             raise
         sent.end_run(self.task, None, self.lock)
         if sent.settled:
-            self.message.safe_ended = "sent"  # type: ignore[attr-defined]
+            self.message.safe_ended = "sent"
         return result
 
     def run(self, sent: SentLock | None = None) -> Any:
@@ -193,11 +193,9 @@ class Run:
         raise AlreadyRunning(name, str(holder), waited, holder.task_id)
 
     def _emit(self, contender: HeldLock | None) -> None:
-        facts = {"name": self.lock.name, "holder": holder_text(contender)}
-        task_id = None if self.message is None else self.message.id
-        TASK_CONFLICT.emit(
-            run_alone, task_id=task_id, on_conflict=self.options.on_conflict, **facts
-        )
+        task_id, way = getattr(self.message, "id", None), self.options.on_conflict
+        facts = {"name": self.lock.name, "task_id": task_id, "holder": holder_text(contender)}
+        TASK_CONFLICT.emit(run_alone, on_conflict=way, exc_info=None, **facts)
 
 
 def get_lock_name(

@@ -140,8 +140,8 @@ def resend_delay(message: Message, resent: int = 0) -> float | None:
     """
     if not message.attempt:
         return None
-    wait = max(0.0, seconds_until(message.eta) or 0.0) if message.eta else 0.0
-    return wait + conf.get("OUTBOX_RESEND_AFTER") * 2.0 ** min(resent, MOST_DOUBLINGS)
+    wait: float = conf.get("OUTBOX_RESEND_AFTER") * 2 ** min(resent, MOST_DOUBLINGS)
+    return wait + max(0.0, seconds_until(message.eta) or 0.0) if message.eta else wait
 
 
 def rewrite(

@@ -183,8 +183,8 @@ class SafeTaskMixin(Task[P, R]):
         if self._waits_for_commit(ours, outbox, wanted):
             return self._send_on_commit(args, kwargs, options, ours)
         if warns and ours.get("send_on_commit") is not False and (opened := aliases_in_atomic()):
-            facts = {"task": self.name, "using": opened[0], "place": calling_line()}
-            SENT_IN_ATOMIC.emit(SafeTaskMixin, **facts)
+            place = calling_line()
+            SENT_IN_ATOMIC.emit(SafeTaskMixin, task=self.name, using=opened[0], place=place)
         return self._send(args, kwargs, options, None, waits=False)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
