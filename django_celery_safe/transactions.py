@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from django.db import (
@@ -144,6 +145,7 @@ def has_block() -> bool:
     return False
 
 
+@dataclass(eq=False)
 class Attempts(AbstractContextManager["Attempts", bool]):
     """
     Tries of a transaction that locks a row, until stricter isolation does not refuse it.
@@ -163,10 +165,8 @@ class Attempts(AbstractContextManager["Attempts", bool]):
                 attempt.is_won = True
                 ...
 
-    Args:
-        what: Describes the transaction, for the error.
-
     Attributes:
+        what: Describes the transaction, for the error.
         is_won: Whether the caller has the lock, as it says: from then on an error is its own.
         is_written: Whether the caller only has to commit: a connection that is cut meanwhile may
             have.
@@ -175,17 +175,18 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         OperationalError: The last attempt lost the race, too.
     """
 
-    is_won = is_written = _is_lost = False
+    alias: str
+    what: str
+    is_won: bool = False
+    is_written: bool = False
+    _is_lost: bool = False
 
-    def __init__(self, alias: str, what: str) -> None:
-        connection = connections[alias]
-        self._alias, self._what = alias, what
+    def __iter__(self) -> Iterator[Self]:
+        connection = connections[self.alias]
         self._left = 1 if connection.in_atomic_block else TRIES
         #: The connection from before, which may have been cut; None: there is none.
         self._session = connection.connection if is_autocommit(connection) else None
         self._give_up_at = time.monotonic() + LONGEST_RACE
-
-    def __iter__(self) -> Iterator[Self]:
         while self._left:
             self._left -= 1
             self.is_written = self._is_lost = False
@@ -198,7 +199,7 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         if self.is_won or not isinstance(error, DISCONNECTED):
             return False
         may_be_cut = self._left and self._session is not None and not self.is_written
-        if may_be_cut and replace_if_cut(self._alias, self._session):
+        if may_be_cut and replace_if_cut(self.alias, self._session):
             self._session, self._is_lost = None, True  # one more try is enough
             return True
         if not (isinstance(error, OperationalError) and is_lost_race(error)):
@@ -206,8 +207,8 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         if not self._left or time.monotonic() > self._give_up_at:
             # The class and the cause stay, so callers see that another try is worthwhile.
             raise OperationalError(
-                f"{self._what} was refused: another transaction changed the row after this one "
-                f"began, and the isolation level of {self._alias!r} hides that change, or each "
+                f"{self.what} was refused: another transaction changed the row after this one "
+                f"began, and the isolation level of {self.alias!r} hides that change, or each "
                 f"waits for the other. Nothing was done. Run the outer atomic() block again from "
                 f"its start, make this call outside of it, or use READ COMMITTED "
                 f"({describe_error(error)})"

@@ -24,7 +24,7 @@ def chosen_by_a_cache(store: type[RedisStore]) -> type[RedisStore]:
     name = store.__name__.replace("Store", "Cache")
     cache: Any = type(name, (RedisCache,), {"__module__": __name__})
     globals()[name] = cache
-    stores._MAKERS[f"{__name__}.{name}"] = store
+    stores._STORES[f"{__name__}.{name}"] = f"{__name__}.{store.__name__}"
     return store
 
 

@@ -28,7 +28,7 @@ from django_celery_safe.sending.capture import Captured
 from django_celery_safe.sending.outbox import keep, outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.sending.sender import OutboxSender
-from django_celery_safe.transactions import attempts
+from django_celery_safe.transactions import Attempts
 from tests import checking
 from tests.app.models import Person
 from tests.checking import REDIS, app_without_tasks
@@ -171,7 +171,7 @@ def test_a_deadlock_is_a_lost_race(
     tries: list[int] = []
 
     def change(first: int) -> None:
-        for attempt in attempts(alias, "A change"):
+        for attempt in Attempts(alias, "A change"):
             with attempt, transaction.atomic(using=alias):
                 tries.append(first)
                 rows = Person.everyone.using(alias)

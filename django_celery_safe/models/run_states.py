@@ -57,17 +57,15 @@ class StageRuns(models.QuerySet["StageRun"]):
         """Runs that ended, successfully or not."""
         return self.exclude(status__in=[Status.WAITING, Status.RUNNING])
 
-    def prunable(self, age: timedelta) -> StageRuns:
-        """
-        Runs that ended more than ``age`` ago, oldest first.
-
-        Without those with a running step, and those that a row of the project has protected from
-        deletion in the last day.
-        """
+    def older(self, age: timedelta) -> StageRuns:
+        """Runs that ended more than ``age`` ago and have no running step."""
         alive = _steps().filter(run=OuterRef("pk")).alive()
-        free = Q(protected_at__isnull=True) | Q(protected_at__lt=Now() - PROTECTED_FOR)
-        old = self.stopped().filter(free, ~Exists(alive), ended_at__lt=Now() - age)
-        return old.order_by("ended_at")
+        return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
+
+    def unprotected(self) -> StageRuns:
+        """Runs that no row of the project has protected from deletion in the last day."""
+        long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
+        return self.filter(Q(protected_at__isnull=True) | long_ago)
 
     def lock(self, pk: int) -> StageRun | None:
         """

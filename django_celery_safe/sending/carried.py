@@ -22,7 +22,7 @@ from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered
 from ..delivery.deaths import refuse_after_deaths
 from ..delivery.endings import Outcome
-from ..delivery.header import Header, get_header
+from ..delivery.header import Header, Kept, get_header
 from ..events import MESSAGE_DONE, TASK_NOT_RUN
 from ..exceptions import ClaimLost, TaskPoisoned
 from ..foreign_errors import describe_error
@@ -128,8 +128,8 @@ def find_run(task_id: str | None) -> Run | None:
 
 def _run_of(request: Any) -> Run | None:
     """Return the run of a carried task that has begun with this request; None: none has."""
-    run: Run | None = request.safe_kept.run if get_header(request) else None
-    return run
+    kept = getattr(request, "safe_kept", None)
+    return kept.run if isinstance(kept, Kept) else None
 
 
 def is_by_row(request: Context) -> bool:
@@ -158,7 +158,8 @@ def run_carried(
         TaskPoisoned: So many processes died in the task that it is not run again.
         ClaimLost: When the work was done, another run had claimed the message.
     """
-    header, run = get_header(request), _run_of(request)
+    kept: Kept = request.safe_kept  # type: ignore[attr-defined]
+    header, run = kept.header, kept.run
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
@@ -166,7 +167,7 @@ def run_carried(
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
-        run = request.safe_kept.run = Run(begun[0], task, request, begun[1])  # type: ignore[attr-defined]
+        run = kept.run = Run(begun[0], task, request, begun[1])
     run.is_called = not is_hook
     try:
         result = _call(run, request, header, partial(function, *args, **kwargs))

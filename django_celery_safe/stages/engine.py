@@ -135,16 +135,16 @@ def _write_once(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRu
 
 def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
     rows = store.steps()
-    run = store.runs().model(
+    run: StageRun = store.run(
         **labels,
-        active_key=labels["key"] or None,  # type: ignore[misc]
+        active_key=labels["key"] or None,
         stages=len(plan.stages),
         params_text=plan.params,
         created_at=Now(),
     )
     run.save(using=store.alias, force_insert=True)
     steps = [
-        rows.model(
+        store.step(
             run=run,
             stage=stage,
             position=position,
@@ -222,7 +222,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
     found = queries.fetch(store.alias, "hand_over", run=run.pk, stage=run.stage)
     if not found:
         return
-    rows = [store.steps().model.from_db(store.alias, HANDED_OVER, row) for row in found]
+    rows = [store.step.from_db(store.alias, HANDED_OVER, row) for row in found]
     ended = [step for step in rows if step.stage == run.stage]
     following = rows[len(ended) :]
     try:
@@ -269,7 +269,7 @@ def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
     params: dict[str, Any] = decode(run.params_text)
     by = dict[str, Any]()
     for step in steps:
-        for key, value in step.params.items():
+        for key, value in (decode(step.params_text) if step.params_text else {}).items():
             if key in by and params[key] != value:
                 logger.warning(
                     "Two steps of %s returned %r, and that of the later one in the plan is kept: "

@@ -38,15 +38,16 @@ class StepTable:
     def __init__(self, alias: str) -> None:
         refuse_untested(alias, "hold runs of stages")
         self.alias = alias
+        self.run, self.step, self._message = map(_model, MODELS)
 
     def runs(self) -> StageRuns:
         """Return the runs."""
-        rows: StageRuns = _model("StageRun").objects.using(self.alias)
+        rows: StageRuns = self.run.objects.using(self.alias)
         return rows
 
     def steps(self) -> StageSteps:
         """Return the steps."""
-        rows: StageSteps = _model("StageStep").objects.using(self.alias)
+        rows: StageSteps = self.step.objects.using(self.alias)
         return rows
 
     def at(self, pk: int, task_id: str) -> StageSteps:
@@ -55,7 +56,7 @@ class StepTable:
 
     def messages(self) -> Any:
         """Return the messages of the outbox that has those of the steps."""
-        return _model("OutboxMessage").objects.using(self.alias)
+        return self._message.objects.using(self.alias)
 
 
 def _model(name: str) -> Any:
@@ -74,4 +75,4 @@ table_in = lru_cache(StepTable)
 def get_prunable(alias: str) -> list[StageRuns]:
     """Return a queryset of the runs whose retention has expired."""
     age, runs = conf.retention("runs"), table_in(alias).runs()
-    return [] if age is None else [runs.prunable(age)]
+    return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]

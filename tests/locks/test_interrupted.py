@@ -58,7 +58,7 @@ def store(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[
     """The store in which the locks of this test live."""
     path = f"{__name__}.InterruptedCache"
 
-    monkeypatch.setitem(stores._MAKERS, path, InterruptedStore)
+    monkeypatch.setitem(stores._STORES, path, f"{__name__}.InterruptedStore")
     settings.CACHES = {"default": {"BACKEND": path, "LOCATION": "interrupted"}}
     yield InterruptedStore
     InterruptedStore.before.clear()

@@ -446,7 +446,7 @@ MUTATIONS = {
             "a carried task whose process was killed waits for the end of its lease",
         ),
         M(
-            "sending.carried:Run.end",
+            "sending.carried_ends:RunEnds.end",
             '"" if self.claim.is_finished else',
             '"" if False else',
             "a finished task's recorded result is overwritten by its return value",
@@ -547,7 +547,7 @@ MUTATIONS = {
         ),
         M(
             "stages.engine:_write_once",
-            "if not labels.key:",
+            'if not (key := labels["key"]):',
             "if True:",
             "a second run with a key fails with IntegrityError instead of AlreadyStarted",
         ),

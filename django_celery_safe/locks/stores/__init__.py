@@ -182,8 +182,8 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
             f"another when that one fails. Give the locks an alias with one server, or keep them "
             f"in Redis or a database."
         )
-    found = next((_STORES[path] for path in classes if path in _STORES), "portable.PortableStore")
-    store: Store = import_string(f"{__name__}.{found}")(alias, cache)
+    found = next((_STORES[path] for path in classes if path in _STORES), _PORTABLE)
+    store: Store = import_string(found)(alias, cache)
     return store
 
 
@@ -211,11 +211,12 @@ def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
 
 #: The stores of caches; all others are portable. As texts: each imports a client, on first use.
 _STORES: Final = {
-    "django_redis.cache.RedisCache": "redis_cluster.make_redis_store",
-    "django.core.cache.backends.redis.RedisCache": "redis_cluster.make_redis_store",
-    "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.MemcachedStore",
-    "django.core.cache.backends.locmem.LocMemCache": "local.LocalStore",
+    "django_redis.cache.RedisCache": f"{__name__}.redis_cluster.make_redis_store",
+    "django.core.cache.backends.redis.RedisCache": f"{__name__}.redis_cluster.make_redis_store",
+    "django.core.cache.backends.memcached.PyMemcacheCache": f"{__name__}.memcached.MemcachedStore",
+    "django.core.cache.backends.locmem.LocMemCache": f"{__name__}.local.LocalStore",
 }
+_PORTABLE: Final = f"{__name__}.portable.PortableStore"
 
 
 def _path(named: Any) -> str:

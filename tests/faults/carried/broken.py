@@ -14,6 +14,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import carried
 from django_celery_safe.sending import relay as relaying
+from django_celery_safe.sending.carried_claim import MessageClaim
 
 #: Has the fault that a worker is to have, see ``use_chosen``.
 VARIABLE: Final = "SAFE_TESTS_BROKEN_CARRYING"
@@ -24,7 +25,7 @@ def use_chosen() -> None:
     if os.environ.get(VARIABLE) == "no-token":
         carried.Run.end = end_without_token  # type: ignore[method-assign]
     if os.environ.get(VARIABLE) == "done-first":
-        carried.MessageClaim.begin = begin_done  # type: ignore[method-assign]
+        MessageClaim.begin = begin_done  # type: ignore[method-assign]
 
 
 def end_without_token(run: carried.Run, follow: Any = None) -> bool:
@@ -43,7 +44,7 @@ def begin_done(claim: Any) -> None:
     ours.update(state="done", ended_at=Now(), due_at=None)
 
 
-begin: Final = carried.MessageClaim.begin
+begin: Final = MessageClaim.begin
 
 
 def break_relay(fault: str) -> None:
