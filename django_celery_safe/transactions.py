@@ -189,6 +189,8 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         self._give_up_at = time.monotonic() + LONGEST_RACE
         while self._left:
             self._left -= 1
+            # Not asked after it: it may have waited for long, and a further one sees the change.
+            self._is_last = not self._left or time.monotonic() > self._give_up_at
             self.is_written = self._is_lost = False
             yield self
             if not self._is_lost:
@@ -198,23 +200,21 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         error = exc_info[1]
         if self.is_won or not isinstance(error, DISCONNECTED):
             return False
-        may_be_cut = self._left and self._session is not None and not self.is_written
-        if may_be_cut and replace_if_cut(self.alias, self._session):
-            self._session, self._is_lost = None, True  # one more try is enough
-            return True
-        if not (isinstance(error, OperationalError) and is_lost_race(error)):
-            return False
-        if not self._left or time.monotonic() > self._give_up_at:
-            # The class and the cause stay, so callers see that another try is worthwhile.
-            raise OperationalError(
-                f"{self.what} was refused: another transaction changed the row after this one "
-                f"began, and the isolation level of {self.alias!r} hides that change, or each "
-                f"waits for the other. Nothing was done. Run the outer atomic() block again from "
-                f"its start, make this call outside of it, or use READ COMMITTED "
-                f"({describe_error(error)})"
-            ) from error.__cause__
-        self._is_lost = True
-        return True
+        if isinstance(error, OperationalError) and is_lost_race(error):
+            if self._is_last:
+                # The class and the cause stay, so callers see that another try is worthwhile.
+                raise OperationalError(
+                    f"{self.what} was refused: another transaction changed the row after this one "
+                    f"began, and the isolation level of {self.alias!r} hides that change, or each "
+                    f"waits for the other. Nothing was done. If it was inside atomic(), run that "
+                    f"block again from its start, or make this call outside of it; or use READ "
+                    f"COMMITTED ({describe_error(error)})"
+                ) from error.__cause__
+            self._is_lost = True
+        elif self._left and self._session is not None and not self.is_written:
+            self._is_lost = replace_if_cut(self.alias, self._session)
+            self._session = None  # one more try is enough
+        return self._is_lost
 
 
 def change_locked(rows: Any, columns: Sequence[str], **sets: Any) -> list[tuple[Any, ...]]:

@@ -90,4 +90,10 @@ def _find_run(outcome: Outcome, asked: Asked) -> HeldLock | None:
 
 def _in_background(free: Callable[[], object]) -> None:
     failure = "A dead run's locks could not be freed and end by their leases."
-    in_background(free, lambda: get_store().close(), failure)
+    in_background(free, _leave_store, failure)
+
+
+def _leave_store() -> None:
+    """Close the connection of this thread, if it has its own: it would be dead by the next use."""
+    if (store := get_store()).connects_threads:
+        store.close()

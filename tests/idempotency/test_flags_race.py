@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.db.transaction import Atomic
 
-from django_celery_safe import LockNotAcquired, WrongTransaction
+from django_celery_safe import LockNotAcquired, WrongTransaction, transactions
 from django_celery_safe.idempotency.flags import _Once
 from tests.app.models import Account, Customer, Meter, Person
 from tests.conftest import MakeDatabase
@@ -252,9 +253,15 @@ def serve_until_killed(alias: str, model: str) -> None:
     ("guarantee", "level"), [("at_least_once", "REPEATABLE_READ"), ("at_most_once", "SERIALIZABLE")]
 )
 def test_stricter_isolation_makes_no_error_of_a_wait(
-    guarantee: Any, level: str, postgres_alias: str, postgres_server: PostgresServer
+    guarantee: Any,
+    level: str,
+    postgres_alias: str,
+    postgres_server: PostgresServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process that waited for another finds the work done at each OPTIONS["isolation_level"]."""
+    """Whoever waited for another, however long, finds the work done at each isolation level."""
+    now = [0.0]
+    monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=lambda: now[0]))
     isolate(postgres_alias, level)
     Person.everyone.using(postgres_alias).create(pk=1)
     with ThreadPoolExecutor(1) as pool:
@@ -262,6 +269,7 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
             assert person is not None
             second = pool.submit(is_ours, postgres_alias, guarantee)
             wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
+            now[0] += 3600
         assert second.result() is False
 
 
@@ -291,7 +299,7 @@ def test_a_snapshot_that_is_too_old_is_explained(postgres_alias: str) -> None:
     isolate(postgres_alias, "REPEATABLE_READ")
     Person.everyone.using(postgres_alias).create(pk=1)
     with (
-        pytest.raises(OperationalError, match="Run the outer atomic") as caught,
+        pytest.raises(OperationalError, match="run that block again") as caught,
         transaction.atomic(using=postgres_alias),
     ):
         assert Person.everyone.using(postgres_alias).exists()  # the snapshot is made
