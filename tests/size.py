@@ -102,10 +102,10 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_500,
+        14_257,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
-    Part("tests", "lines", 32_923, lambda: sum_code("tests")),
+    Part("tests", "lines", 32_914, lambda: sum_code("tests")),
     Part("example", "lines", 1_408, lambda: sum_code("example_project")),
     Part("docs", "words", 31_600, lambda: sum(map(count_words, read_pages()))),
     Part("docs", "pages", 27, lambda: len(read_pages())),

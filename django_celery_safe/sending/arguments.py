@@ -101,7 +101,7 @@ def explain(
 ) -> NotSerializable:
     """Return an error that names the argument that the serializer refused."""
     seen: set[int] = set()
-    for place, value in [("the message", embedded), *_places(args, kwargs)]:
+    for place, value in [*_places(args, kwargs), ("the message", embedded)]:
         for owner, where, part in _walk(task, place, value, seen):
             try:
                 dumps(part, serializer=serializer)

@@ -128,14 +128,18 @@ class MessageTable(LeaseTable):
         Args:
             token: The token of the claim. Rows that another has claimed since are not changed.
         """
+        from ..models.text import storable  # needs the app registry
+
         alike: dict[Next, list[int]] = {}
         for pk, then in outcomes.items():
             alike.setdefault(then, []).append(pk)
-        for then, ids in alike.items():
-            name = then.how
+        # What was sent first: if the process dies in between, the others only wait longer.
+        for then in sorted(alike, key=lambda one: one.how == "give_back"):
+            name, error = then.how, then.error and storable(then.error)
             if then.after is None:
                 name = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            queries.execute(self.alias, name, ids, token=token, wait=then.after, error=then.error)
+            values = {"token": token, "wait": then.after, "error": error}
+            queries.execute(self.alias, name, alike[then], **values)
 
 
 @lru_cache

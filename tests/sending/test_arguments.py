@@ -144,10 +144,17 @@ ENDLESS.append(ENDLESS)
     ],
     ids=["argument", "nested", "endless", "plain task", "chain in a link", "pickle"],
 )
+@pytest.mark.parametrize("protocol", [1, 2])
 def test_what_the_serializer_refuses_is_an_error_at_the_call(
-    send: Callable[[], Any], task: Any, argument: str, sent: Sent
+    send: Callable[[], Any],
+    task: Any,
+    argument: str,
+    protocol: int,
+    sent: Sent,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It names the argument, and the signature's task if it stands in one."""
+    monkeypatch.setattr(app.amqp, "create_task_message", app.amqp.task_protocols[protocol])
     with transaction.atomic(), pytest.raises(NotSerializable, match="plain data") as raised:
         send()
     assert (raised.value.task, raised.value.argument) == (task.name, argument)

@@ -186,11 +186,15 @@ def test_what_is_given_back_is_due_again(alias: str) -> None:
     outbox.record_sent(TOKEN, dict.fromkeys([row["early"], row["dead"]], NOT_REACHED))
     # It was due before "late", and is now due after it.
     assert keys(everything.due()) == [row["late"], row["early"]]
-    outbox.record_sent(TOKEN, dict.fromkeys(pending, Next(60.0, "give_back", "refused")))
+    outbox.record_sent(TOKEN, dict.fromkeys(pending, Next(60.0, "give_back", "refused\0")))
     assert keys(everything.due()) == [row["early"]]  # it was not claimed any more
     assert due_in(alias, row["waiting"]) == in_about(60)
-    assert [one.error for one in everything.order_by("pk") if one.error] == ["refused"] * 2
+    assert [one.error for one in everything.order_by("pk") if one.error] == ["refused\ufffd"] * 2
     assert {one.attempts for one in everything.all()} == {0}
+    # Whoever dies between the two has only those sent again that were not sent.
+    with CaptureQueriesContext(connections[alias]) as statements:
+        outbox.record_sent("another's", {row["early"]: NOT_REACHED, row["late"]: Next(None)})
+    assert [one["sql"].split()[0] for one in statements] == ["DELETE", "UPDATE"]
 
 
 @pytest.mark.sql

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import pytest
 from celery.exceptions import Ignore, Reject
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, connections
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, WrongTransaction, idempotent, stages
+from django_celery_safe import SafeTask, idempotent, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.copies import MessageGoesOn
 from django_celery_safe.models import (
@@ -26,7 +26,6 @@ from django_celery_safe.models import (
 )
 from django_celery_safe.sending import sender
 from django_celery_safe.signals import claim_lost, run_ended, step_failed
-from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.kinds import more_for_claim
 from tests.sending.carrying import lose_commit
@@ -207,18 +206,6 @@ def test_a_message_of_a_run_that_is_gone_does_nothing(staged: Staged) -> None:
     assert not staged.steps.exists()
 
 
-def test_a_message_that_meets_its_running_step_does_nothing(staged: Staged) -> None:
-    """The row of the message is what brings the step back, if its process dies."""
-    run = staged.start("a")
-    message = staged.take_one()
-    states: list[str] = []
-    staged.bodies["a"] = lambda task: states.append(staged.deliver_elsewhere(message).state)
-    assert staged.deliver(message).state == "SUCCESS"
-    run.refresh_from_db()
-    assert (run.status, states, staged.calls) == ("succeeded", ["IGNORED"], ["a"])
-    assert staged.take() == []
-
-
 @pytest.mark.sql
 @pytest.mark.parametrize("ends", ["well", "with an error", "by a retry"])
 def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
@@ -349,22 +336,6 @@ def test_no_answer_loses_a_waiting_step(staged: Staged, monkeypatch: pytest.Monk
     with hearing(claim_lost) as told:
         assert staged.deliver(staged.take_one()).state == "SUCCESS"
     assert (shown(run), told) == ("w", [])
-
-
-def test_a_step_that_leaves_a_transaction_open_fails(staged: Staged) -> None:
-    """It is rolled back, and the run stops: nobody does the step again, as after a death."""
-
-    def leave_open(task: Any) -> None:
-        transaction.atomic(using=staged.alias).__enter__()
-        Person.everyone.using(staged.alias).create(pk=1)
-
-    staged.bodies["a"] = leave_open
-    run = staged.start("a", "b")
-    state, error = staged.deliver(staged.take_one())
-    assert (state, type(error)) == ("FAILURE", WrongTransaction)
-    run.refresh_from_db()
-    assert (run.status, shown(run)) == ("failed", "fa")
-    assert not Person.everyone.using(staged.alias).exists()
 
 
 def raising(error: Exception) -> Callable[[Any], Any]:
