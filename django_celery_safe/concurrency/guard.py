@@ -42,7 +42,7 @@ from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
 from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
-from ..locks.acquisition import LockOptions, Mine
+from ..locks.lock import LockOptions, Mine
 from ..locks.stores import get_store
 from ..texts import get_logger
 from .keys import call_key

@@ -21,7 +21,7 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from django.utils.module_loading import import_string
 
 from ..compat import acknowledges_timeout
-from ..leases.held_row import current_claims as _claims
+from ..leases.claim import current_claims as _claims
 from ..leases.holder import HOST, Holder
 from .call import _running
 from .copies import MessageGoesOn

@@ -5,8 +5,7 @@ from __future__ import annotations
 from celery._state import get_current_task
 
 from ..exceptions import ConfigurationError
-from .claim import Claim
-from .held_row import current_claims, find_request
+from .claim import Claim, current_claims, find_request
 
 
 def current_claim() -> Claim:

@@ -1,8 +1,8 @@
 """
 Locks that live in a cache or a database.
 
-``lock`` has :class:`CacheLock`, ``acquisition`` makes one attempt to acquire it, and ``stores`` has
-one file for each place where locks can live; ``leases`` renews the locks that are held.
+``lock`` has :class:`CacheLock`, and ``stores`` one file for each place where locks can live;
+``leases`` renews the locks that are held.
 """
 
 from functools import lru_cache
@@ -10,8 +10,7 @@ from typing import Any
 
 from .. import conf
 from ..leases.holder import HeldLock
-from .acquisition import LockOptions
-from .lock import CacheLock
+from .lock import CacheLock, LockOptions
 from .stores import find_lock, iter_locks, release_lock
 
 __all__ = ["CacheLock", "HeldLock", "cache_lock", "find_lock", "iter_locks", "release_lock"]

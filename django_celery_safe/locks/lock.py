@@ -10,26 +10,90 @@ import asyncio
 import functools
 import math
 import os
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, Self, TypeVar
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, ParamSpec, Self, TypeVar
+
+from celery._state import get_current_task
+from django.core.exceptions import SynchronousOnlyOperation
 
 from .. import conf
 from ..events import LOCK_LOST, LOCK_NOT_RELEASED
-from ..exceptions import CelerySafeError, ConfigurationError, LockLost, LockNotAcquired
+from ..exceptions import (
+    CelerySafeError,
+    ConfigurationError,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    WrongTransaction,
+)
 from ..foreign_errors import ExcInfo
 from ..leases.clock import clock
-from ..leases.holder import HeldLock, holder_text
+from ..leases.holder import HeldLock, describe_holder, holder_text, place_name, place_names
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
-from .acquisition import NOT_SENT, LockOptions, Mine, PerThread, give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
-from .stores.base import Store
+from .stores.base import Acquired, LockRequest, Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: Errors before any request to the store: the lock is still held, and can be released after the
+#: transaction, or outside the event loop.
+NOT_SENT: Final = (WrongTransaction, SynchronousOnlyOperation)
+
+
+class LockOptions(NamedTuple):
+    """
+    The validated options of a lock; see :func:`cache_lock`.
+
+    Attributes:
+        timeout: Length of the lease, s; unset: ``LOCK_TIMEOUT``.
+        blocking_timeout: Longest time to wait, s; None: for ever.
+        limit: How many may hold the lock at once.
+    """
+
+    timeout: float | conf.Unset = conf.UNSET
+    blocking_timeout: float | None = 0.0
+    limit: int = 1
+
+
+class Mine:
+    """The part of a lock object that each thread has for itself."""
+
+    #: The lease of the current acquisition; None: this thread does not hold the lock.
+    lease: Lease[Store] | None = None
+    fence: int | None = None
+    #: The lock as the last failed attempt saw it, with its holder.
+    contender: HeldLock | None = None
+    #: Whether the block has asked if it has the lock.
+    asked = False
+
+
+class PerThread(Mine, threading.local):
+    """The same, with values of its own in each thread that looks."""
+
+
+class _Here(threading.local):
+    """
+    The thread, or greenlet, that looks.
+
+    Attributes:
+        thread: Its identity, compared with ``is``: thread ids are reused. Its object lives as
+            long as the thread.
+    """
+
+    def __init__(self) -> None:
+        self._mark = set[None]()
+        self.thread = weakref.ref(self._mark)
+
+
+here = _Here()
 
 
 class CacheLock:
@@ -97,11 +161,10 @@ class CacheLock:
         patience = None if longest == 0 else 0.0
         try:
             while True:
-                found = try_acquire(self, store, limit, seconds, patience, _report_lost)
+                found = self._try(store, seconds, patience)
                 if not isinstance(found, HeldLock):
                     mine.lease, mine.fence, mine.contender = found, found.fence, None
-                    if found.lock is not None:
-                        renewer.add(found)
+                    self._keep_renewed(found)
                     return True
                 mine.contender = found
                 left = math.inf if longest is None else started_at + longest - clock.now()
@@ -115,6 +178,56 @@ class CacheLock:
             # The lock may have been acquired already, for example before a soft time limit.
             self._take_back()
             raise
+
+    def _try(self, store: Store, seconds: float, patience: float | None) -> Lease[Store] | HeldLock:
+        """
+        Try once to acquire the lock for the running task and this thread.
+
+        Args:
+            seconds: Length of the lease.
+            patience: See ``LockRequest``.
+
+        Returns:
+            The lease, or the lock with its current holder.
+
+        Raises:
+            LockBackendError: The store did not answer, or answered after the lease had expired.
+        """
+        name, limit = self.name, self._options.limit
+        token, renew = os.urandom(16).hex(), store.renews()
+        task, request = self.run or _find_run()
+        holder = describe_holder(task, request, renew, seconds)
+        along = self.along if store.carries and limit == 1 else None
+        if store.greets:
+            store.connect()
+        asked_at = clock.now()
+        try:
+            outcome = store.take(LockRequest(name, token, seconds, holder, patience, limit, along))
+            if not isinstance(outcome, Acquired):
+                return outcome
+            run = None if request is None else weakref.ref(request)
+            ends = (weakref.ref(self) if renew else None, here.thread, run)
+            place = name if outcome.place == 1 else place_name(name, outcome.place)
+            facts = (place, token, seconds, asked_at, _report_lost, outcome.fence)
+            lease = Lease(store, *facts, *ends)
+            took = clock.now() - asked_at
+            if took < seconds - store.early:
+                if along is not None:
+                    self.along = None
+                return lease
+        except CelerySafeError:
+            raise
+        except BaseException:
+            # A soft time limit, most likely. If the store has set the lock already, no other
+            # process could acquire it until the lease expires.
+            give_back(store, token, *place_names(name, limit))
+            raise
+        give_back(store, token, place)
+        reason = (
+            f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by "
+            f"then; give the lock a longer timeout"
+        )
+        raise LockBackendError(store.where, "acquire", reason)
 
     def release(self) -> bool:
         """
@@ -136,9 +249,7 @@ class CacheLock:
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after the transaction.
         """
-        if (lease := self.lease) is None:
-            raise self.not_acquired()
-        return self._release(lease)
+        return self._release(self._our_lease())
 
     def _release(self, lease: Lease[Store]) -> bool:
         try:
@@ -350,3 +461,29 @@ def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
     # renewed, after the last reference to the lock is gone.
     lease.lost = True
     LOCK_LOST.emit(CacheLock, name=lease.name, holder=holder_text(now_held))
+
+
+def _find_run() -> tuple[Any, Any]:
+    task = get_current_task()
+    return task, None if task is None else task.request
+
+
+def record_lost(lease: Lease[Store]) -> HeldLock | None:
+    """Report that the lease was lost, unless already reported; return the new holder's lock."""
+    holder = None
+    with suppress(LockBackendError):
+        holder = lease.store.peek(lease.name)
+    if not lease.lost:
+        renewer.remove(lease)
+        lease.on_lost(lease, holder)
+    return holder
+
+
+def give_back(store: Store, token: str, *names: str) -> None:
+    """
+    Free the lock that an interrupted request may have acquired under one of these names.
+
+    There is no retry: if the store does not answer, the lock ends with its lease.
+    """
+    with suppress(CelerySafeError):
+        any(store.release(name, token) for name in names)

@@ -60,13 +60,13 @@ MUTATIONS = {
             "a lock that was released during a renewal is reported as lost",
         ),
         M(
-            "leases.held_row:HeldRow.end_by",
+            "leases.claim:Claim.end_by",
             "or (connection.connection is not session and is_written())",
             "",
             "work whose end was recorded is reported as lost if the answer was lost",
         ),
         M(
-            "leases.held_row:HeldRow.ask",
+            "leases.claim:Claim.ask",
             "connection.close()",
             "pass",
             "after a restart of the database no outcome can be recorded",
@@ -78,13 +78,13 @@ MUTATIONS = {
             "work that was finished in a transaction that was rolled back counts as done",
         ),
         M(
-            "leases.held_row:HeldRow.prepare",
+            "leases.claim:Claim.prepare",
             "if is_transaction_open(alias):",
             "if False:",
             "work begins inside a transaction, where no other process sees its claim",
         ),
         M(
-            "leases.held_row:HeldRow.check_unfinished",
+            "leases.claim:Claim.check_unfinished",
             "if self.is_of_parent():",
             "if False:",
             "a forked child finishes its parent's work",
@@ -140,7 +140,7 @@ MUTATIONS = {
             "a request gets the late answer of an earlier one",
         ),
         M(
-            "locks.acquisition:try_acquire",
+            "locks.lock:CacheLock._try",
             "store.connect()",
             "pass",
             "a slow greeting of a server is a part of the lease",
@@ -206,7 +206,7 @@ MUTATIONS = {
             "a release in local memory frees the lock of the next holder",
         ),
         M(
-            "locks.acquisition:PerThread",
+            "locks.lock:PerThread",
             "class PerThread(Mine, threading.local):",
             "class PerThread(Mine):",
             "a thread can release a lock that another one holds through the same object",
@@ -224,14 +224,14 @@ MUTATIONS = {
             "a waiter gives up at its first try",
         ),
         M(
-            "locks.acquisition:try_acquire",
+            "locks.lock:CacheLock._try",
             "if took < seconds - store.early:",
             "if True:",
             "a lock whose lease was over before the answer came counts as held",
         ),
         M(
-            "locks.acquisition:try_acquire",
-            "give_back(store, token, *place_names(lock.name, limit))",
+            "locks.lock:CacheLock._try",
+            "give_back(store, token, *place_names(name, limit))",
             "pass",
             "a soft time limit during an acquisition leaves a lock that nobody holds",
         ),
@@ -502,7 +502,7 @@ MUTATIONS = {
             "a result that could not be stored is returned as None",
         ),
         M(
-            "leases.held_row:HeldRow.prepare",
+            "leases.claim:Claim.prepare",
             "if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):",
             "if False:",
             "nested work of one key waits for itself",
