@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
+from ..emitting import emit_in_background
+from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
+from ..exceptions import LockBackendError
 from ..texts import get_logger
-from . import reports
 from .clock import clock
 from .lease import Lease
 from .store import LeaseStore, Renewal
@@ -276,7 +279,7 @@ class Lane:
                 with suppress(RuntimeError):
                     lane.add(lease)
         reason = f"{self._store.where} did not answer within {longest:.3g} s"
-        reports.report_failed(Renewer, [lease.name for lease in leases], reason)
+        _report_failed([lease.name for lease in leases], reason)
 
     def _take_due(self) -> tuple[list[Lease[Any]], float]:
         """Return the leases to renew now and the shortest lease, s; plan the next wake-up."""
@@ -296,7 +299,7 @@ class Lane:
                 due.append(lease)
             else:
                 self._renewer.drop(lease)
-                reports.report_owner(lease, end)
+                _report_owner(lease, end)
         self._wakes_at = wakes_at
         return due, shortest
 
@@ -348,10 +351,10 @@ class Lane:
                     lost.append(lease)
             self._wakes_at = min([self._wakes_at, *[lease.renew_at for lease in leases]])
         for lease in lost:
-            reports.report_lost(lease)
+            _report_lost(lease)
         if failure is not None:
             if missed:
-                reports.report_failed(Renewer, missed, str(failure), failure)
+                _report_failed(missed, str(failure), failure)
             self._close()
 
     def _close(self) -> None:
@@ -363,6 +366,32 @@ class Lane:
         with self._mutex:
             self.is_connected = False
             self._renewer.changed.notify_all()
+
+
+# What the threads report: another one emits it, because a log handler may be slow.
+
+
+def _report_owner(lease: Lease[Any], end: str) -> None:
+    """Warn that a lease is not renewed any more; ``end`` says which owner has ended."""
+    text = "Stopped renewing %r, whose lease ends in %.3g s: %s."
+    emit_in_background(logger.warning, text, lease.name, lease.remaining, end)
+
+
+def _report_lost(lease: Lease[Any]) -> None:
+    """Report a lease that the store says is not ours, and who holds it now."""
+    try:
+        now_held = lease.store.peek(lease.name)
+    except Exception:  # noqa: BLE001 - only to name the new holder
+        now_held = None
+    emit_in_background(lease.on_lost, lease, now_held)
+
+
+def _report_failed(names: Sequence[str], reason: str, error: Exception | None = None) -> None:
+    """Report leases that could not be renewed, because of an ``error`` or of a silent store."""
+    foreseen = error is None or isinstance(error, LockBackendError)
+    event = LEASES_NOT_RENEWED if foreseen else LEASES_NOT_RENEWED_BY_A_BUG
+    emit = partial(event.emit, Renewer, exc_info=None if foreseen else error)
+    emit_in_background(partial(emit, name=names[0], reason=reason, leases=len(names)))
 
 
 #: The renewer of this process.

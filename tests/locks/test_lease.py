@@ -11,7 +11,6 @@ from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, find_lock, release_lock
 from django_celery_safe.leases import renewer as renewing
-from django_celery_safe.leases import reports
 from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import Renewal
@@ -178,7 +177,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
 ) -> None:
     """The store says that it has no such lock any more, or nothing: its holder wants none."""
     told: list[Any] = []
-    monkeypatch.setattr(reports, "emit_in_background", lambda *report: told.append(report))
+    monkeypatch.setattr(renewing, "emit_in_background", lambda *report: told.append(report))
     if fails:
 
         def fail(*args: object) -> None:

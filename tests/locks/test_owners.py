@@ -24,7 +24,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelno == logging.WARNING and record.name.endswith("leases.reports")
+        if record.levelno == logging.WARNING and record.name.endswith("leases.renewer")
     ]
 
 
