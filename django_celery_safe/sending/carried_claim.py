@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -17,8 +17,11 @@ from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..transactions import TRIES
 from .carried_ends import DATABASE_AWAY
-from .followed import NOTHING, Follower
+from .followed import NOTHING
 from .message_table import Claimed, MessageTable, message_table
+
+if TYPE_CHECKING:
+    from ..stages.follower import StepFollower
 
 
 class MessageClaim(Claim):
@@ -32,7 +35,7 @@ class MessageClaim(Claim):
     table: MessageTable
     is_carried = True
     #: What follows the message; None: nothing.
-    follower: Follower | None = None
+    follower: StepFollower | None = None
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"

@@ -27,12 +27,13 @@ from ..foreign_errors import describe_error, find_soft_time_limit
 from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from .capture import Captured
-from .followed import Fault, Follower, fail_message
+from .followed import Fault, fail_message
 from .message_table import Claimed
 from .outbox import can_carry, keep, name_attempt, rewrite
 from .sender import OutboxSender
 
 if TYPE_CHECKING:
+    from ..stages.follower import StepFollower
     from .carried_claim import MessageClaim
 
 logger = get_logger(__name__)
@@ -89,7 +90,7 @@ class RunEnds:
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         self.held = claim.name, claim.token
         self.found, self.returned, self.unrun = found, "", ""
-        self.follower: Follower | None = None
+        self.follower: StepFollower | None = None
         self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False

@@ -72,7 +72,9 @@ class StepFollower:
         self.found: Found | None = None
         #: The run's params, for the step's function.
         self.params: dict[str, Any] = {}
+        #: Whether the success is recorded, so that nothing later changes it.
         self.is_recorded = False
+        #: Why a run that has returned is no success; None: it is one.
         self.fault: Fault | None = NOT_CALLED
         #: Where the step's function was called: the messages of the next stage bring along what
         #: was set there, such as the acting user of a project's task class.

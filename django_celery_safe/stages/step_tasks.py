@@ -174,7 +174,7 @@ def run_step(
     """
     if request.is_eager:
         return _run_eagerly(task, request, do)
-    if run is None or not isinstance(run.follower, StepFollower):
+    if run is None or run.follower is None:
         _refuse(task, request)
     claim, run.follower.context = run.claim, copy_context()
     outcome = _do(run.follower, task, request, do, lambda: claim.is_finished)
