@@ -102,7 +102,7 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_257,
+        14_228,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
     Part("tests", "lines", 32_914, lambda: sum_code("tests")),

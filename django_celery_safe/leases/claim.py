@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn, TypeVar
 from celery._state import get_current_task
 from django.db import connections, transaction
 
+from .. import process
 from ..events import CLAIM_LOST
 from ..exceptions import (
     ClaimLost,
@@ -319,7 +320,7 @@ class Claim(ABC):
 
     def is_of_parent(self) -> bool:
         """Return whether the row was claimed before this process was forked."""
-        return self.lease is not None and self.lease.pid != os.getpid()
+        return self.lease is not None and self.lease.pid != process.pid
 
     def ask(self, statement: Callable[[], R], *, patient: bool = True) -> R:
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import time
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from django.utils.translation import gettext as _
 
-from .. import conf
+from .. import conf, process
 from ..texts import duration
 
 #: Longest name that a key has unchanged: memcached allows 250 characters for the whole key.
@@ -325,7 +324,7 @@ def describe_holder(task: Any, request: Any, renewed: bool, lease: float | None 
         lease: Length of the lease, s, of a lock, whose holder has the task's arguments too; None:
             it is none.
     """
-    pid, since = os.getpid(), time.time()
+    pid, since = process.pid, time.time()
     if task is None:
         return Holder(HOST, pid, since, renewed, lease=lease)
     shown = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from .. import process
 from .clock import clock
 from .holder import HeldLock
 from .store import LeaseStore, Renewal
@@ -59,13 +59,14 @@ class Lease(Generic[S]):
     lock: weakref.ref[Any] | None = None
     thread: weakref.ref[Any] | None = None
     run: weakref.ref[Any] | None = None
-    pid: int = field(default_factory=os.getpid, init=False)
+    pid: int = field(init=False)
     lost: bool = field(default=False, init=False)
     lane: Lane | None = field(default=None, init=False)
     along: Renewal | None = field(default=None, init=False)
     renew_at: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.pid = process.pid
         self.began(self.asked_at)
 
     def began(self, asked_at: float) -> None:
@@ -85,6 +86,6 @@ class Lease(Generic[S]):
     @property
     def remaining(self) -> float:
         """Seconds for which the lease is trusted; 0: expired, lost or another process's."""
-        if self.lost or self.pid != os.getpid():
+        if self.lost or self.pid != process.pid:
             return 0.0
         return max(0.0, self.asked_at + self.seconds - self.store.early - clock.now())

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+from .. import process
 from ..emitting import emit_in_background
 from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
 from ..exceptions import LockBackendError
@@ -90,7 +91,7 @@ class Renewer:
         """Take a lease from its lane, and return the lane; None: it has none in this process."""
         lane = lease.lane
         # After a fork, a lease may be the parent's, whose threads do not run in this process.
-        if lane is None or lease.pid != os.getpid():
+        if lane is None or lease.pid != process.pid:
             return None
         lane.leases.discard(lease)  # first: a signal handler may raise on any line
         lease.lane = None

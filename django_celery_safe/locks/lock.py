@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, Self, TypeVar
 from celery._state import get_current_task
 from django.core.exceptions import SynchronousOnlyOperation
 
-from .. import conf
+from .. import conf, process
 from ..events import LOCK_LOST, LOCK_NOT_RELEASED
 from ..exceptions import (
     CelerySafeError,
@@ -340,7 +340,7 @@ class CacheLock:
         """The lease of the current acquisition; None: this thread does not hold the lock."""
         lease = self._mine.lease
         # A lock does not come along in a fork.
-        return lease if lease is None or lease.pid == os.getpid() else None
+        return lease if lease is None or lease.pid == process.pid else None
 
     @property
     def remaining(self) -> float:

@@ -95,6 +95,16 @@ def ratio(samples: Mapping[str, Sequence[float]], candidate: str, floor: str) ->
     return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
+def least(values: Iterable[float]) -> float:
+    """
+    Return the mean of the fastest quarter of some rounds.
+
+    Other work on the machine makes a round slower, never faster, so medians vary more than these.
+    """
+    fastest = sorted(values)
+    return statistics.fmean(fastest[: len(fastest) // 4])
+
+
 def take_turns(
     candidates: Mapping[str, Callable[[], Sample]], rounds: int
 ) -> dict[str, list[Sample]]:

@@ -24,7 +24,7 @@ from django.test import override_settings
 
 from django_celery_safe import SafeTask, single_instance
 from tests.benchmarks.locks import COMPARE_AND_DELETE, LEASE
-from tests.benchmarks.report import Figure, take_turns
+from tests.benchmarks.report import Figure, least, take_turns
 from tests.benchmarks.tools import caches_on
 from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.servers import RedisServer, ServerPool
@@ -222,14 +222,16 @@ def figures_of(batches: Batches) -> list[Figure]:
     others = [name for name in batches if name != FLOOR]
     notes = {name: "ours" if name in OURS else "peer" for name in others} | {RAW: "floor"}
     missing = f"; not installed: {', '.join(MISSING)}" if MISSING else ""
-    figures = [Figure(f"{FLOOR}, µs of CPU", least(batches, FLOOR, "run_cpu"), note="worker -c 2")]
+    figures = [
+        Figure(f"{FLOOR}, µs of CPU", least_of(batches, FLOOR, "run_cpu"), note="worker -c 2")
+    ]
     figures += [
         Figure(f"{name} / {FLOOR}", ratio(batches, name, "run_cpu"), note=notes[name])
         for name in others
     ]
     added = ratio(batches, SINGLE, "run_cpu") - ratio(batches, RAW, "run_cpu")
     figures.append(Figure(f"({SINGLE} - {RAW}) / {FLOOR}", added, note="as many trips"))
-    figures.append(Figure(f"{FLOOR} .delay(), µs of CPU", least(batches, FLOOR, "send_cpu")))
+    figures.append(Figure(f"{FLOOR} .delay(), µs of CPU", least_of(batches, FLOOR, "send_cpu")))
     for name in others:
         note = f"{notes[name]}; time {ratio(batches, name, 'send'):.2f}"
         value = ratio(batches, name, "send_cpu")
@@ -263,18 +265,13 @@ def speeds(batches: Batches, notes: Mapping[str, str]) -> list[Figure]:
 
 
 def ratio(batches: Batches, name: str, field: str, floor: str = FLOOR) -> float:
-    """Return candidate / floor, each at its :func:`least`."""
-    return least(batches, name, field) / least(batches, floor, field)
+    """Return candidate / floor, each at its least."""
+    return least_of(batches, name, field) / least_of(batches, floor, field)
 
 
-def least(batches: Batches, name: str, field: str) -> float:
-    """
-    Return the mean over the fastest quarter of a candidate's rounds.
-
-    Other work on the machine makes a batch slower, never faster, so medians vary more than these.
-    """
-    values = sorted(getattr(batch, field) for batch in batches[name])
-    return statistics.fmean(values[: len(values) // 4])
+def least_of(batches: Batches, name: str, field: str) -> float:
+    """Return the :func:`least` of a candidate over all rounds."""
+    return least(getattr(batch, field) for batch in batches[name])
 
 
 def median(batches: Batches, name: str, field: str) -> float:

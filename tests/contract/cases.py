@@ -39,7 +39,7 @@ from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.memcached import MemcachedStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
 from tests.locks.renewals import stop_renewing
-from tests.processes import Gauge, Journal, meet, run_in_processes, start_in_process, tell, wait_for
+from tests.processes import Journal, meet, run_in_processes, start_in_process, tell, wait_for
 
 PROCESSES = 8
 
@@ -445,12 +445,3 @@ BY_PROCESSES: list[Case] = [
     fences_grow_by_processes,
     killed_and_paused_holders_lose_their_locks_by_processes,
 ]
-
-
-def race_for_places(gauge: Gauge, times: int) -> None:
-    """Be inside as one of three, again and again."""
-    for _ in range(times):
-        with cache_lock("places", limit=3, blocking_timeout=60) as held:
-            assert held
-            with gauge.inside():
-                time.sleep(0.02)

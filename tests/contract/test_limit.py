@@ -4,7 +4,6 @@ import pickle
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,8 @@ from django_celery_safe import (
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
-from tests.contract.cases import race_for_places
 from tests.contract.conftest import params
-from tests.processes import Gauge, run_in_processes, wait_for
+from tests.processes import wait_for
 
 UseStore = Callable[[str], None]
 
@@ -133,17 +131,6 @@ def test_the_message_that_meets_itself_is_woken_by_its_own_run(use_store: UseSto
         again = thread.submit(take, 3, "id-1", patience=60.0)
         assert release_lock(meets)
         assert isinstance(again.result(30), Acquired)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("store", params("django-redis", "cluster", "database"), indirect=True)
-def test_never_more_of_many_processes(store: str, tmp_path: Path) -> None:
-    """At most 3 of 6 processes are inside that take and free places as fast as they can."""
-    gauge = Gauge(tmp_path / "gauge")
-    run_in_processes(race_for_places, 6, gauge, 10)
-    assert gauge.entered() == 6 * 10
-    assert gauge.highest() <= 3
-    assert names_held() == set()
 
 
 @pytest.mark.parametrize("store", ["django-redis", "local"], indirect=True)

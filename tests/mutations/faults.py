@@ -6,7 +6,7 @@ MUTATIONS = {
     "leases": [
         M(
             "leases.lease:Lease.remaining",
-            "self.lost or self.pid != os.getpid()",
+            "self.lost or self.pid != process.pid",
             "self.lost",
             "a forked child believes that it holds its parent's lock",
         ),

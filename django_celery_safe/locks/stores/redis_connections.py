@@ -8,7 +8,6 @@ bookkeeping takes longer than a lock's request, and which locks could use up.
 
 from __future__ import annotations
 
-import os
 import random
 import select
 import time
@@ -22,6 +21,8 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 from redis.utils import HIREDIS_AVAILABLE
+
+from ... import process
 
 if HIREDIS_AVAILABLE:
     import hiredis
@@ -125,7 +126,7 @@ class Connections:
                 # A fork shares its parent's socket, and must not write to it. A connection with
                 # shorter timeouts is not for a request that may wait as long as the settings say.
                 # A healthy connection has nothing to read.
-                is_fit = connection.pid == os.getpid() and (within or not connection.is_hasty)
+                is_fit = connection.pid == process.pid and (within or not connection.is_hasty)
                 poll = connection.poll
                 if is_fit and not (connection.can_read(0) if poll is None else poll.poll(0)):
                     return connection

@@ -27,7 +27,7 @@ class Script:
 # About one in a hundred acquisitions removes keys that were never released from the list.
 NEXT_FENCE: Final = """
 local time = redis.call('TIME')
-local fence = time[1] .. string.sub(time[2] + 1000000, 2)
+local fence = time[1] .. string.sub('00000' .. time[2], -6)
 local last = redis.call('GETSET', KEYS[2], fence)
 if last and last >= fence then
     fence = string.format('%.0f', last + 1)
