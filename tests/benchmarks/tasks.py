@@ -30,10 +30,11 @@ from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.servers import RedisServer, ServerPool
 
 #: Rounds of ours and the floors, of the peers, and how many tasks are sent and run in one.
-ROUNDS, OF_PEERS, BATCH = 160, 40, 75
+ROUNDS, OF_PEERS, BATCH = 32, 8, 75
 
-#: Seconds until all is measured, at the most: a quiet machine takes 270.
-LONGEST = 1800
+#: From worker to worker the same code differs by some percent: where its memory lies, the order
+#: of its dicts. And seconds until one has run all, at the most: on a quiet machine it takes 60.
+WORKERS, LONGEST = 5, 600
 
 #: A worker is at rest if it used less CPU than this in that time, s. An idle one uses, on
 #: average, less than a tenth of it.
@@ -125,13 +126,17 @@ class Batch(NamedTuple):
     run_trips: float
 
 
-Batches = Mapping[str, Sequence[Batch]]
+#: The batches of each candidate, for each worker.
+Measured = Sequence[Mapping[str, Sequence[Batch]]]
 
 
 def run(servers: ServerPool) -> list[Figure]:
-    """Measure all candidates in the same rounds, from a process whose Celery app is new."""
-    with start_in_process(measure) as measuring:
-        return figures_of(measuring.result(LONGEST))
+    """Measure all candidates in the same rounds, from processes whose Celery app is new."""
+    measured: list[dict[str, list[Batch]]] = []
+    for _ in range(WORKERS):
+        with start_in_process(measure) as measuring:
+            measured.append(measuring.result(LONGEST))
+    return figures_of(measured)
 
 
 def measure() -> dict[str, list[Batch]]:
@@ -217,63 +222,64 @@ def is_at_rest(worker: CeleryWorker) -> bool:
     return cpu_of(worker) - before < RESTING
 
 
-def figures_of(batches: Batches) -> list[Figure]:
+def figures_of(measured: Measured) -> list[Figure]:
     """Set what each candidate took against the floor's batch of the same round."""
-    others = [name for name in batches if name != FLOOR]
+    others = [name for name in measured[0] if name != FLOOR]
     notes = {name: "ours" if name in OURS else "peer" for name in others} | {RAW: "floor"}
     missing = f"; not installed: {', '.join(MISSING)}" if MISSING else ""
     figures = [
-        Figure(f"{FLOOR}, µs of CPU", least_of(batches, FLOOR, "run_cpu"), note="worker -c 2")
+        Figure(f"{FLOOR}, µs of CPU", least_of(measured, FLOOR, "run_cpu"), note="worker -c 2")
     ]
     figures += [
-        Figure(f"{name} / {FLOOR}", ratio(batches, name, "run_cpu"), note=notes[name])
+        Figure(f"{name} / {FLOOR}", ratio(measured, name, "run_cpu"), note=notes[name])
         for name in others
     ]
-    added = ratio(batches, SINGLE, "run_cpu") - ratio(batches, RAW, "run_cpu")
+    added = ratio(measured, SINGLE, "run_cpu") - ratio(measured, RAW, "run_cpu")
     figures.append(Figure(f"({SINGLE} - {RAW}) / {FLOOR}", added, note="as many trips"))
-    figures.append(Figure(f"{FLOOR} .delay(), µs of CPU", least_of(batches, FLOOR, "send_cpu")))
+    figures.append(Figure(f"{FLOOR} .delay(), µs of CPU", least_of(measured, FLOOR, "send_cpu")))
     for name in others:
-        note = f"{notes[name]}; time {ratio(batches, name, 'send'):.2f}"
-        value = ratio(batches, name, "send_cpu")
+        note = f"{notes[name]}; time {ratio(measured, name, 'send'):.2f}"
+        value = ratio(measured, name, "send_cpu")
         figures.append(Figure(f".delay(), {name} / {FLOOR}", value, note=note))
     for name in UNIQUE:
-        value = min(ratio(batches, name, "send_cpu", other) for other in (RAW, *PRESENT))
+        value = min(ratio(measured, name, "send_cpu", other) for other in (RAW, *PRESENT))
         figures.append(Figure(f".delay(), {name} / dearest other", value, note=", ".join(PRESENT)))
     for what in ("run", "send"):
         # The mean: one round trip too many shows.
         figures += [
             Figure(
                 f"{name}: trips of a {what}",
-                statistics.fmean(getattr(batch, f"{what}_trips") for batch in batches[name]),
+                statistics.fmean(values_of(measured, name, f"{what}_trips")),
             )
             for name in others
         ]
-    return figures + speeds(batches, {FLOOR: f"±15 %{missing}"})
+    return figures + speeds(measured, {FLOOR: f"±15 %{missing}"})
 
 
-def speeds(batches: Batches, notes: Mapping[str, str]) -> list[Figure]:
+def speeds(measured: Measured, notes: Mapping[str, str]) -> list[Figure]:
     """Return how many tasks a second each candidate's worker ran."""
     return [
         Figure(
             f"{name}: tasks/s",
-            1e6 / median(batches, name, "run"),
+            1e6 / statistics.median(values_of(measured, name, "run")),
             better="higher",
             note=notes.get(name, ""),
         )
-        for name in batches
+        for name in measured[0]
     ]
 
 
-def ratio(batches: Batches, name: str, field: str, floor: str = FLOOR) -> float:
-    """Return candidate / floor, each at its least."""
-    return least_of(batches, name, field) / least_of(batches, floor, field)
+def ratio(measured: Measured, name: str, field: str, floor: str = FLOOR) -> float:
+    """Return candidate / floor, each at its least on one worker, as the mean of all workers."""
+    each = [least_of([one], name, field) / least_of([one], floor, field) for one in measured]
+    return statistics.fmean(each)
 
 
-def least_of(batches: Batches, name: str, field: str) -> float:
+def least_of(measured: Measured, name: str, field: str) -> float:
     """Return the :func:`least` of a candidate over all rounds."""
-    return least(getattr(batch, field) for batch in batches[name])
+    return least(values_of(measured, name, field))
 
 
-def median(batches: Batches, name: str, field: str) -> float:
-    """Return the median of a candidate over all rounds."""
-    return float(statistics.median(getattr(batch, field) for batch in batches[name]))
+def values_of(measured: Measured, name: str, field: str) -> list[float]:
+    """Return what the batches of a candidate took, in all rounds of all workers."""
+    return [getattr(batch, field) for batches in measured for batch in batches[name]]
