@@ -246,24 +246,15 @@ def figures_of(measured: Measured) -> list[Figure]:
         figures.append(Figure(f".delay(), {name} / dearest other", value, note=", ".join(PRESENT)))
     for what in ("run", "send"):
         # The mean: one round trip too many shows.
-        figures += [
-            Figure(
-                f"{name}: trips of a {what}",
-                statistics.fmean(values_of(measured, name, f"{what}_trips")),
-            )
-            for name in others
-        ]
-    return figures + speeds(measured, {FLOOR: f"±15 %{missing}"})
-
-
-def speeds(measured: Measured, notes: Mapping[str, str]) -> list[Figure]:
-    """Return how many tasks a second each candidate's worker ran."""
-    return [
+        for name in others:
+            trips = statistics.fmean(values_of(measured, name, f"{what}_trips"))
+            figures.append(Figure(f"{name}: trips of a {what}", trips))
+    return figures + [
         Figure(
             f"{name}: tasks/s",
             1e6 / statistics.median(values_of(measured, name, "run")),
             better="higher",
-            note=notes.get(name, ""),
+            note=f"±15 %{missing}" if name == FLOOR else "",
         )
         for name in measured[0]
     ]
