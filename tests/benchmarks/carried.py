@@ -8,7 +8,7 @@ without a limit, runs procrastinate, whose queue is PostgreSQL: ``pip install pr
 The relay's look is measured among rows that were sent and that wait for their tasks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import BATCH as RELAYED
 from tests.benchmarks import outbox
 from tests.benchmarks.report import Figure, take_turns
-from tests.benchmarks.tasks import Batch, are_left, median, ratio, send_and_run, speeds
+from tests.benchmarks.tasks import Batch, Measured, are_left, least_of, ratio, send_and_run, speeds
 from tests.benchmarks.tools import count_queries, databases, use_app, worker_settings
 from tests.concurrency.mailbox import Mailbox
 from tests.processes import CeleryWorker, start_in_process
@@ -81,7 +81,7 @@ def run(servers: ServerPool) -> list[Figure]:
             batches = measuring.result(LONGEST)
         with start_in_process(count_all, alias) as counting:
             of_a_send, of_a_run, row = counting.result(LONGEST)
-        figures = figures_of(batches)
+        figures = figures_of([batches])
         figures.append(Figure("queries of a send", of_a_send, note="in the transaction"))
         figures.append(Figure("queries of a run", of_a_run, note="without BEGIN and COMMIT"))
         for what, (due_at, due) in SENT.items():
@@ -165,16 +165,18 @@ def count_all(alias: str) -> tuple[int, int, outbox.Row]:
     return of_a_send, of_a_run, {**row, "state": "sent", "sent_at": timezone.now()}
 
 
-def figures_of(batches: Mapping[str, Sequence[Batch]]) -> list[Figure]:
+def figures_of(measured: Measured) -> list[Figure]:
     """Set the carried tasks against the plain ones of the same round."""
     notes = {PEER: "peer, one process", PLAIN: "" if HAS_PEER else f"not installed: {PEER}"}
-    figures = [Figure(f"{PLAIN}, µs of CPU", median(batches, PLAIN, "run_cpu"), note="worker -c 2")]
-    figures.append(Figure(f"{PLAIN} send, µs", median(batches, PLAIN, "send")))
-    for name in batches:
+    figures = [
+        Figure(f"{PLAIN}, µs of CPU", least_of(measured, PLAIN, "run_cpu"), note="worker -c 2")
+    ]
+    figures.append(Figure(f"{PLAIN} send, µs", least_of(measured, PLAIN, "send")))
+    for name in measured[0]:
         if name != PLAIN:
             note = notes.get(name, "of the worker")
-            figures.append(Figure(f"{name} / {PLAIN}", ratio(batches, name, "run_cpu"), note=note))
+            figures.append(Figure(f"{name} / {PLAIN}", ratio(measured, name, "run_cpu"), note=note))
             note = "with its INSERT and COMMIT" if name == CARRIED else "peer"
-            value = ratio(batches, name, "send")
+            value = ratio(measured, name, "send")
             figures.append(Figure(f"{name} send / {PLAIN}", value, note=note))
-    return figures + speeds(batches, notes)
+    return figures + speeds(measured, notes)

@@ -249,14 +249,17 @@ def figures_of(measured: Measured) -> list[Figure]:
         for name in others:
             trips = statistics.fmean(values_of(measured, name, f"{what}_trips"))
             figures.append(Figure(f"{name}: trips of a {what}", trips))
-    return figures + [
-        Figure(
-            f"{name}: tasks/s",
-            1e6 / statistics.median(values_of(measured, name, "run")),
-            better="higher",
-            note=f"±15 %{missing}" if name == FLOOR else "",
-        )
-        for name in measured[0]
+    return figures + speeds(measured, {FLOOR: f"±15 %{missing}"})
+
+
+def speeds(measured: Measured, notes: Mapping[str, str]) -> list[Figure]:
+    """Return how many tasks a second each candidate's worker ran."""
+    speed = {
+        name: 1e6 / statistics.median(values_of(measured, name, "run")) for name in measured[0]
+    }
+    return [
+        Figure(f"{name}: tasks/s", value, better="higher", note=notes.get(name, ""))
+        for name, value in speed.items()
     ]
 
 
