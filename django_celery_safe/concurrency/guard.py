@@ -73,7 +73,7 @@ def run_alone(function: Function, options: Options) -> Function:
     return alone
 
 
-def run_as_asked(task: Any, request: Context, run: Function, args: Args, kwargs: Kwargs) -> Any:
+def run_as_asked(task: Any, request: Any, run: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run a task without ``@single_instance`` alone, because the caller's options ask for it."""
     if find_guarded(task) is not None:
         return run(*args, **kwargs)

@@ -13,9 +13,6 @@ logger = get_logger(__name__)
 
 #: The name of the message header with all fields of this package.
 HEADER: Final = "django_celery_safe"
-#: The format of a header without a number. A release that changes the meaning of a field writes
-#: the next one; a new field needs none, because older workers ignore it.
-FORMAT: Final = 1
 
 _TOKEN: Final = re.compile("[0-9a-f]{32}")
 
@@ -45,16 +42,16 @@ def _is_description(value: object) -> bool:
 #: All fields of the header, each with its type, or a function that returns whether a value is
 #: possible.
 _FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
-    "format": lambda value: type(value) is int and value > 0,
     # The key that calls of the same work share, what replaces the task's name before it in the
     # names of locks, and the ``single_instance`` options that the caller gave for this call.
     "key": str,
     "lock": str,
     "options": dict,
-    # The token of the lock that the message has held since it was sent, and for how long after
-    # that, s, the lock is held whatever happens to the message.
+    # The token of the lock that the message has held since it was sent; for how long after that,
+    # s, the lock is held whatever happens to the message; and whether its run frees the lock.
     "sent": is_token,
     "period": _is_lease,
+    "start": bool,
     # Whether other tasks wait for this message, so even a duplicate is published; and the id of the
     # task that was sent before this duplicate, whose run does nothing.
     "canvas": bool,
@@ -125,15 +122,6 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
         if (rule := _FIELDS.get(name)) is not None
         and not (isinstance(value, rule) if type(rule) is type else rule(value))
     ]
-    if "format" not in wrong and found.get("format", FORMAT) > FORMAT:
-        logger.warning(
-            "The header %r of a message for %s is of format %s, and this release knows %s: "
-            "update the workers before the processes that send.",
-            HEADER,
-            task,
-            found["format"],
-            FORMAT,
-        )
     if not wrong:
         return cast("Header", found)
     logger.warning(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from celery.app.task import Context
 from django.utils.module_loading import import_string
 
-from .call import Args, Function, Kwargs, find_request
+from .call import Function, find_request
 from .header import get_header
 
-#: Called with a task, its request, the function to run, and its arguments; may run it or not.
-Wrapper: TypeAlias = Callable[[Any, Context, Function, Args, Kwargs], Any]
-
-#: The wrappers, the outermost first, each after the header field with which a message requests it.
+#: The wrappers, the outermost first, each after the header field with which a message requests it:
+#: called with a task, its request, the function to run, and its arguments; may run it or not.
 #: As texts, because this room knows nothing of higher ones.
 WRAPPERS: Final = (
     ("attempt", "sending.carried.run_carried"),
@@ -38,19 +34,7 @@ def wrap_run(task: Any) -> Function:
             return run(*args, **kwargs)
         for field, path in reversed(WRAPPERS):
             if field in header:
-                inner = functools.partial(_call, _wrapper(path), task, request, inner)
+                inner = functools.partial(_wrapper(path), task, request, inner)
         return inner(*args, **kwargs)
 
     return wrapped
-
-
-def _call(
-    wrapper: Wrapper,
-    task: Any,
-    request: Context,
-    inner: Function,
-    /,  # the task's own arguments may have these names
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return wrapper(task, request, inner, args, kwargs)

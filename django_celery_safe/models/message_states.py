@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import accumulate
@@ -45,8 +44,6 @@ class State(models.TextChoices):
 #: doubles with each attempt.
 SHORTEST_DELAY: Final = timedelta(seconds=5)
 LONGEST_DELAY: Final = timedelta(minutes=10)
-#: Longest time to hold the lock of a database that locks as a whole, such as SQLite, s.
-LONGEST_LOCK: Final = 1.0
 #: The columns of a claimed row that a relay needs, in the order of the model's fields.
 CLAIMED: Final = (
     "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "sent_at",
@@ -184,34 +181,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
         return rows or found[:1]
 
-    def register_chord(
-        self, chord: str, register: Callable[[OutboxMessage | None, float], None], seconds: float
-    ) -> None:
-        """
-        Register a chord with the result backend, unless it is registered already.
-
-        Only one relay does that, and only before the first message of the chord is sent:
-        otherwise the backend would count from zero again.
-
-        Args:
-            register: Called with the row that has the calls, and the seconds that they may take.
-            seconds: Longest time that the calls may take; shorter if the database locks as a
-                whole.
-        """
-        if not connections[self.db].features.has_select_for_update:
-            seconds = min(seconds, LONGEST_LOCK)
-        unregistered = self.filter(chord=chord)
-        for attempt in Attempts(self.db, "The registration of a chord"):
-            with attempt, transaction.atomic(using=self.db):
-                lock_whole(self.db, self.model)
-                # All relays lock the rows in the same order. An UPDATE alone would lock them
-                # in any order, so two of them could deadlock.
-                locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
-                attempt.is_won = True
-                if locked:
-                    register(unregistered.exclude(chord_calls="").first(), seconds)
-                    unregistered.update(chord="")
-
     def claimed(self, *tokens: str) -> OutboxMessages:
         """Messages still held by the claims with these tokens."""
         return self.filter(token__in=tokens)
@@ -223,11 +192,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
     def is_done_by(self, token: str) -> bool:
         """Return whether the claim with this token finished its work."""
         return self.claimed(token).exclude(result="").exists()
-
-    def uncount(self, token: str, starts: int) -> None:
-        """Take back that a claim counted as start number ``starts``: its task did not begin."""
-        never: dict[str, Any] = {"started_at": None} if starts == 1 else {}
-        self.claimed(token).update(starts=starts - 1, holder="", **never)
 
     def fail_task(self, token: str, error_type: str, error: str, traceback: str) -> bool:
         """Record that a task ended in an error; True if the claim still held the message."""

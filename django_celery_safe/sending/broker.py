@@ -51,7 +51,6 @@ RELAY_LIMIT: Final = 10
 ONE_WAIT: Final = 0.9
 
 _pools: WeakKeyDictionary[Celery, dict[tuple[float, bool], ProducerPool]] = WeakKeyDictionary()
-_opening = threading.Lock()
 #: Monotonic time until which a broker that did not answer is not tried again.
 _silent_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 #: Backends belong to threads.
@@ -170,14 +169,13 @@ def _borrow(app: Celery, seconds: float, patient: bool) -> Any:
 
 
 def _find_pool(app: Celery, seconds: float, patient: bool) -> ProducerPool:
-    with _opening:
-        pools = _pools.setdefault(app, {})
-        if (key := (seconds, patient)) not in pools:
-            # Without a limit each publication has a connection of its own: not in a relay.
-            limit = app.conf.broker_pool_limit or (RELAY_LIMIT if patient else None)
-            connections = _bounded_connection(app, seconds * ONE_WAIT).Pool(limit)
-            pools[key] = ProducerPool(connections=connections, limit=limit)
-        return pools[key]
+    pools = _pools.setdefault(app, {})
+    if (key := (seconds, patient)) not in pools:
+        # Without a limit each publication has a connection of its own: not in a relay.
+        limit = app.conf.broker_pool_limit or (RELAY_LIMIT if patient else None)
+        connections = _bounded_connection(app, seconds * ONE_WAIT).Pool(limit)
+        pools.setdefault(key, ProducerPool(connections=connections, limit=limit))
+    return pools[key]
 
 
 def is_backend_gone(app: Celery, error: BaseException) -> bool:
@@ -244,12 +242,6 @@ def _names_of(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def _forget_parents() -> None:
-    """Drop all pools in a forked child, because their sockets belong to the parent."""
-    global _opening
-    _opening = threading.Lock()
-    _pools.clear()
-    _silent_until.clear()
-
-
-os.register_at_fork(after_in_child=_forget_parents)
+# The sockets of a forked child's pools belong to its parent.
+os.register_at_fork(after_in_child=_pools.clear)
+os.register_at_fork(after_in_child=_silent_until.clear)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import threading
 from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -30,15 +28,6 @@ T = TypeVar("T")
 
 #: Keeps the messages that are made in this context; None: they are published.
 CAPTURED: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
-_installing = threading.Lock()
-
-
-def _renew_mutex() -> None:
-    global _installing
-    _installing = threading.Lock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_renew_mutex)
 
 
 @dataclass(slots=True)
@@ -128,12 +117,13 @@ def capture(
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
     """
+    app = getattr(app, "_get_current_object", lambda: app)()  # shared tasks have a stand-in
     install(app)
     _install_in_backend(app)
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
     context.run(CAPTURED.set, captured)
-    stand_in = app.amqp.celery_safe_stand_in  # type: ignore[attr-defined]
+    stand_in = app.amqp.celery_safe_stand_in  # type: ignore[union-attr]
     return context.run(send, {**options, "producer": stand_in})
 
 
@@ -141,11 +131,9 @@ def install(app: Celery) -> None:
     """Let ``CAPTURED`` apply to the sends of an app."""
     if hasattr(app.amqp.send_task_message, "celery_safe"):
         return
-    app = _unwrap(app)
-    with _installing:
-        amqp: Any = app.amqp
-        amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
-        _switch(amqp, "send_task_message", functools.partial(_keep, app))
+    amqp: Any = app.amqp
+    amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
+    _switch(amqp, "send_task_message", functools.partial(_keep, app))
 
 
 def _install_in_backend(app: Celery) -> None:
@@ -153,26 +141,18 @@ def _install_in_backend(app: Celery) -> None:
     backend: Any = app.backend
     if hasattr(backend.set_chord_size, "celery_safe"):
         return
-    app = _unwrap(app)
-    with _installing:
-        # Some open a connection when a task is sent or a group's result is made, and hang if
-        # their server is down.
-        if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
-            _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
-        _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
-        if (consumer := getattr(backend, "result_consumer", None)) is not None:
-            _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
-            _switch(consumer, "_wait_for_pending", _subscribe_and_wait, _subscribe_and_wait)
-        # The last one, because it shows that the backend has all of them.
-        _switch(
-            backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
-        )
-
-
-def _unwrap(app: Celery) -> Celery:
-    # Shared tasks have a stand-in for the app.
-    real: Celery = getattr(app, "_get_current_object", lambda: app)()
-    return real
+    # Some open a connection when a task is sent or a group's result is made, and hang if their
+    # server is down.
+    if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
+        _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
+    _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
+    if (consumer := getattr(backend, "result_consumer", None)) is not None:
+        _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
+        subscribe = functools.partial(_subscribe_and_wait, consumer)
+        _switch(consumer, "_wait_for_pending", subscribe, subscribe)
+    # The last one, because it shows that the backend has all of them.
+    put_off = functools.partial(_put_off_chord_call, app, "set_chord_size")
+    _switch(backend, "set_chord_size", put_off)
 
 
 def _switch(
@@ -185,7 +165,7 @@ def _switch(
     Replace a method, on first use, with one that does something else inside :func:`capture`.
 
     Args:
-        while_capturing: Called with the original method, then with the method's arguments.
+        while_capturing: Called with what is captured, the original method, and its arguments.
         else_do: Called in the same way outside of :func:`capture`; None: the original is called.
     """
     original = getattr(owner, name)
@@ -193,30 +173,26 @@ def _switch(
         return
 
     def switched(*args: Any, **kwargs: Any) -> Any:
-        if CAPTURED.get() is None:
-            if else_do is not None:
-                return else_do(original, *args, **kwargs)
-            return original(*args, **kwargs)
-        return while_capturing(original, *args, **kwargs)
+        if (captured := CAPTURED.get()) is not None:
+            return while_capturing(captured, original, *args, **kwargs)
+        if else_do is not None:
+            return else_do(captured, original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     switched.celery_safe = True  # type: ignore[attr-defined]
     setattr(owner, name, switched)
 
 
-def _current() -> Captured:
-    captured = CAPTURED.get()
-    assert captured is not None
-    return captured
+def _put_off_chord_call(
+    app: Celery, method: str, captured: Captured, _: Any, *args: Any, **kwargs: Any
+) -> None:
+    captured.chord_calls.append(ChordCall(app, method, args, kwargs))
 
 
-def _put_off_chord_call(app: Celery, method: str, original: Any, *args: Any, **kwargs: Any) -> None:
-    _current().chord_calls.append(ChordCall(app, method, args, kwargs))
-
-
-def _subscribe_and_wait(original: Any, result: Any, **kwargs: Any) -> Any:
+def _subscribe_and_wait(consumer: Any, _: Any, original: Any, result: Any, **kwargs: Any) -> Any:
     """Subscribe to a result that is waited for, because its send may not have subscribed to it."""
     for task_id in _unknown_ids(result):
-        original.__self__.consume_from(task_id)
+        consumer.consume_from(task_id)
     return original(result, **kwargs)
 
 
@@ -228,13 +204,13 @@ def _unknown_ids(result: Any) -> list[str]:
     return [task_id for part in parts for task_id in _unknown_ids(part)]
 
 
-def _apply_chord(app: Celery, original: Any, *args: Any, **kwargs: Any) -> None:
-    if getattr(original, "__func__", None) is Backend.apply_chord:
+def _apply_chord(app: Celery, captured: Captured, original: Any, *args: Any, **kwargs: Any) -> None:
+    if type(app.backend).apply_chord is Backend.apply_chord:
         # It refuses a chord without a result backend, or sends the task that polls
         # whether the chord is complete; that message is captured.
         original(*args, **kwargs)
     else:
-        _put_off_chord_call(app, "apply_chord", original, *args, **kwargs)
+        _put_off_chord_call(app, "apply_chord", captured, original, *args, **kwargs)
 
 
 class _PublishIntercepted(BaseException):
@@ -259,29 +235,24 @@ class _StandIn:
 
 
 def _keep(
-    app: Celery,
-    original: Callable[..., Any],
-    producer: Any,
-    name: str,
-    message: Any,
-    **options: Any,
+    app: Celery, captured: Captured, send: Any, producer: Any, name: str, message: Any, **more: Any
 ) -> None:
     context = copy_context()
     try:
-        context.run(original, _StandIn(producer.connection), name, message, **options)
+        context.run(send, _StandIn(producer.connection), name, message, **more)
     except _PublishIntercepted as kept:
         publishing = kept.options
         serializer = publishing.pop("serializer")
         content_type, encoding, data = serialize(name, kept.body, serializer)
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
-        event = message[3] and {**message[3], "queue": _queue_name(app, **options)}
+        event = message[3] and {**message[3], "queue": _queue_name(app, **more)}
         # The caller may still change these headers, like the arguments.
         headers = publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)
             for name, value in publishing["headers"].items()
         }
-        _current().messages.append(
+        captured.messages.append(
             Message(
                 app=app,
                 task=name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from celery.app.task import Context
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -15,13 +15,14 @@ from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..leases.claim import Claim
 from ..leases.clock import clock
-from ..transactions import TRIES
-from .carried_ends import DATABASE_AWAY
 from .followed import NOTHING
 from .message_table import Claimed, MessageTable, message_table
 
 if TYPE_CHECKING:
     from ..stages.follower import StepFollower
+
+#: Delay of a message that is re-sent because the database with its row did not answer, s.
+DATABASE_AWAY: Final = 5.0
 
 
 class MessageClaim(Claim):
@@ -68,16 +69,9 @@ def claim_message(
     table = claim.table
 
     def ask() -> Any:
-        for _ in range(TRIES):
-            claim.asked_at = clock.now()
-            claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-            if claimed is not None:
-                return claimed
-            found = table.find(claim.name)
-            if found is None or found.state not in ("pending", "sent"):
-                break
-            # A stricter isolation level refused the claim, because the sender changed the row.
-        return found
+        claim.asked_at = clock.now()
+        claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
+        return table.find(claim.name) if claimed is None else claimed
 
     try:
         holder = claim.prepare(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from celery import Task
 
-from ..delivery.call import Args, Function, Kwargs, find_request
+from ..delivery.call import find_request
 from ..delivery.header import get_header
-from .carried import run_carried
+from .carried import run_part
 
 
 def wrap_class(task: Any) -> None:
@@ -26,7 +27,7 @@ def wrap_class(task: Any) -> None:
 
         @functools.wraps(hook)
         def before_start(*args: Any, **kwargs: Any) -> Any:
-            return _run(task, hook, args, kwargs, is_hook=True)
+            return _run(task, functools.partial(hook, *args, **kwargs), is_called=False)
 
         task.before_start = before_start
     call = cls.__call__
@@ -34,16 +35,14 @@ def wrap_class(task: Any) -> None:
 
         @functools.wraps(call)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _run(self, functools.partial(call, self), args, kwargs)
+            return _run(self, functools.partial(call, self, *args, **kwargs), is_called=True)
 
         wrapped.carries = True  # type: ignore[attr-defined]
         cls.__call__ = wrapped
 
 
-def _run(
-    task: Any, function: Function, args: Args, kwargs: Kwargs, *, is_hook: bool = False
-) -> Any:
-    request = find_request(task, function)
+def _run(task: Any, part: Callable[[], Any], *, is_called: bool) -> Any:
+    request = find_request(task, part)
     if request is None or "attempt" not in get_header(request):
-        return function(*args, **kwargs)
-    return run_carried(task, request, function, args, kwargs, is_hook=is_hook)
+        return part()
+    return run_part(task, request, part, is_called=is_called)

@@ -57,8 +57,7 @@ def send_on_commit(
             f"chain(...), group(...) or chord(...); for one task, task.delay_on_commit(...)."
         )
     app = signature.app
-    canvas = type(signature) is not Signature
-    if not canvas and is_ours(app, str(signature.task)):
+    if type(signature) is Signature and is_ours(app, str(signature.task)):
         given = {"using": using, "outbox": outbox, "send_on_commit": True, **options}
         return cast("Any", signature).apply_async(**given)
     outbox = wants_outbox(app, signature) if outbox is None else conf.outbox(outbox)
@@ -66,14 +65,7 @@ def send_on_commit(
         return as_sent_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
         return as_sent_result(run_on_commit(signature, using, options))
-    return hold(
-        app,
-        lambda given: signature.apply_async(**given),
-        using,
-        options,
-        outbox=outbox,
-        canvas=canvas,
-    )
+    return hold(app, lambda given: signature.apply_async(**given), using, options, outbox=outbox)
 
 
 def must_wait(using: str | None) -> bool:
@@ -120,7 +112,6 @@ def hold(
     options: dict[str, Any],
     *,
     outbox: Outbox,
-    canvas: bool = False,
 ) -> Any:
     """
     Make the messages of ``send`` now, and publish them when ``using`` commits.
@@ -130,7 +121,6 @@ def hold(
         options: The caller's options.
         outbox: Whether to keep the messages in the outbox until then. Without an open
             transaction their rows are committed, and the messages published, at once.
-        canvas: Whether there may be several messages, whose rows are written all or none.
 
     Returns:
         The result of ``send``.
@@ -156,8 +146,7 @@ def hold(
     connection = transaction.get_connection(using)
     was_in_atomic = connection.in_atomic_block
     # The row of a single message needs no transaction: its INSERT commits by itself.
-    several = canvas if was_in_atomic else len(captured.messages) > 1
-    if not (outbox and several):
+    if not outbox or was_in_atomic or len(captured.messages) < 2:
         leave()
         return result
     for attempt in Attempts(connection.alias, "The row of a message"):

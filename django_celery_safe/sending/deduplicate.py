@@ -89,6 +89,8 @@ def lock_fields(
             header["canvas"] = True
         if isinstance(own.unique_until, float):
             header["period"] = own.unique_until
+        elif own.unique_until == "start":
+            header["start"] = True
     return header
 
 

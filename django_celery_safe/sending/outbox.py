@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from celery import Celery
 from celery.canvas import Signature, maybe_signature
 from django.db import Error as DatabaseError
-from django.db import connections, router
+from django.db import connections, router, transaction
 
 from .. import conf, queries
 from ..batches import in_batches
@@ -85,7 +85,9 @@ def keep(
         to_row(message, [] if number else calls, chord) for number, message in enumerate(messages)
     ]
     try:
-        ids = _insert(sender, rows)
+        # Also one that the caller catches must leave none of them.
+        with transaction.mark_for_rollback_on_error(sender.using):
+            ids = _insert(sender, rows)
     except DatabaseError as error:
         said = describe_error(error).splitlines()[0]  # what follows may show the row
         if f"{OUR_TABLES}outboxmessage" not in said:
@@ -159,20 +161,10 @@ def rewrite(
     Returns:
         Whether the claim still held the row.
     """
-    row = to_row(message)
-    written = queries.fetch(
-        sender.using,
-        "rewrite_message",
-        task=row.task,
-        body=row.body,
-        properties=row.properties,
-        attempt=row.attempt,
-        name=name,
-        token=token,
-        sender=sender.token,
-        held=sender.held,
-        result="" if other_work else None,
-    )
+    values = {"name": name, "token": token, "sender": sender.token, "held": sender.held}
+    values["result"] = "" if other_work else None
+    values |= to_row(message)._asdict()
+    written = queries.fetch(sender.using, "rewrite_message", **values)
     if written:
         (first,), *more = written
         if more:  # an INSERT whose answer got lost was repeated

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 from weakref import WeakSet
 
 from celery import Celery, signals
@@ -25,8 +25,6 @@ from kombu.serialization import loads
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..batches import in_batches
-from ..concurrency.guard import Guarded, find_guarded, options_for
-from ..concurrency.options import DEFAULTS
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
 from ..foreign_errors import describe_error, find_interruption
@@ -120,7 +118,7 @@ class Publisher:
             raise self.gone
         publish: Callable[[], object] = partial(self._publish, message) if now else _leave
         try:
-            if takes_lock(message) and not (begun and _is_unique_until_start(message)):
+            if takes_lock(message, begun=begun):
                 return publish_once(message.options["headers"], publish, again=again)
             publish()
             return None
@@ -172,15 +170,20 @@ class Publisher:
 
         A failure is only logged as a warning, because the broker has the message.
         """
-        with _harmless(message):
+        try:
             if signals.after_task_publish.receivers:
                 message.context.run(_send_after_publish, message)
-        if message.event is None or self.gone is not None or self._lost_event:
-            return
-        self._lost_event = True
-        with _harmless(message), self._lend() as producer:
-            _publish_event(message, message.event, producer, self._options)
+            if message.event is None or self.gone is not None or self._lost_event:
+                return
+            self._lost_event = True
+            with self._lend() as producer:
+                _publish_event(message, message.event, producer, self._options)
             self._lost_event = False
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the message is out
+            text = "Task %s[%s] was published, but its receivers could not be notified: %s"
+            logger.warning(text, message.task, message.task_id, describe_error(error))
 
     def _publish(self, message: Message, *, is_last: bool = False) -> None:
         try:
@@ -222,22 +225,19 @@ def bounded_publisher(app: Celery, seconds: float, **options: Any) -> Publisher:
     return Publisher(app, lend, wait=seconds * ONE_WAIT, **options)
 
 
-def takes_lock(message: Message) -> bool:
-    """Return whether only the publication of a message shows if it is a duplicate."""
+def takes_lock(message: Message, *, begun: bool = False) -> bool:
+    """
+    Return whether only the publication of a message shows if it is a duplicate.
+
+    Args:
+        begun: As for :meth:`Publisher.publish`.
+    """
     headers = message.options["headers"]
     ours = headers.get(HEADER)
-    # Most have no such field, valid or not.
-    has_field = isinstance(ours, dict) and "sent" in ours
-    return has_field and "sent" in read_header(headers, headers.get("task"))
-
-
-def _is_unique_until_start(message: Message) -> bool:
-    task = message.app.tasks.get(message.task)
-    if task is None:
+    if not isinstance(ours, dict) or "sent" not in ours:  # most have no such field, valid or not
         return False
-    guarded = find_guarded(task) or Guarded(task.run, DEFAULTS, False)
-    header = read_header(message.options["headers"], message.task)
-    return options_for(guarded, header).unique_until == "start"
+    header = read_header(headers, headers.get("task"))
+    return "sent" in header and not (begun and "start" in header)
 
 
 def put(message: Message, producer: Any, **options: Any) -> None:
@@ -273,21 +273,6 @@ def _leave() -> None:
     """Leave a message in its row."""
 
 
-@contextmanager
-def _harmless(message: Message) -> Iterator[None]:
-    try:
-        yield
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the message is out
-        logger.warning(
-            "Task %s[%s] was published, but its receivers could not be notified: %s",
-            message.task,
-            message.task_id,
-            describe_error(error),
-        )
-
-
 def _send_after_publish(message: Message) -> None:
     body = loads(
         message.data, message.content_type, message.content_encoding, accept={message.content_type}
@@ -305,26 +290,9 @@ def _publish_event(
     message: Message, event: dict[str, Any], producer: Any, above: dict[str, Any]
 ) -> None:
     options = {**message.options, **above}
-    exchange = options["exchange"]
-    _dispatcher(message.app).publish(
-        "task-sent",
-        {
-            **event,
-            "exchange": getattr(exchange, "name", exchange),
-            "routing_key": options["routing_key"],
-        },
-        producer,
-        retry=options["retry"],
-        retry_policy=options["retry_policy"],
-    )
-
-
-def _dispatcher(app: Celery) -> Any:
-    """Return an event dispatcher for an app that raises errors, unlike Celery's own."""
-    amqp: Any = app.amqp
-    dispatcher = getattr(amqp, "celery_safe_dispatcher", None)
-    if dispatcher is None:
-        events: Any = app.events
-        dispatcher = events.Dispatcher(enabled=False, buffer_while_offline=False)
-        amqp.celery_safe_dispatcher = dispatcher
-    return dispatcher
+    exchange, events = options["exchange"], cast("Any", message.app.events)
+    place = {"exchange": getattr(exchange, "name", exchange), "routing_key": options["routing_key"]}
+    retrying = {name: options[name] for name in ("retry", "retry_policy")}
+    # It raises errors, unlike Celery's own.
+    dispatcher = events.Dispatcher(enabled=False, buffer_while_offline=False)
+    dispatcher.publish("task-sent", {**event, **place}, producer, **retrying)

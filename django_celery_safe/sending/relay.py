@@ -32,7 +32,7 @@ from django.db import Error as DatabaseError
 
 from .. import conf
 from ..concurrency.sent import leave_period, seconds_until
-from ..databases import refuse_untested
+from ..databases import is_lost_race, refuse_untested
 from ..delivery.header import read_header
 from ..events import (
     MESSAGE_BROUGHT_BACK,
@@ -54,7 +54,6 @@ from .message_table import NOT_REACHED, Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
 from .publisher import Publisher, bounded_publisher
 from .serialization import ForAnotherRelay, to_message
-from .trouble import Trouble
 
 if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
@@ -77,6 +76,9 @@ PUT_OFF: Final = 10.0
 PUT_BEHIND: Final = 60.0
 #: How often a busy relay looks for due rows starting with the oldest, s.
 LOOK_BACK: Final = 1.0
+#: Shortest and longest pause while the broker or the database is gone, s; each pause doubles.
+SHORTEST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 30.0
 #: Pause when nothing is due, s.
 IDLE: Final = 1.0
 #: Time without a look after which a relay counts as absent even where leases are shorter, s.
@@ -170,9 +172,9 @@ class Relay:
         Send due messages until ``stop`` is set.
 
         A batch that has started is finished first. While the broker or the database is
-        gone, the relay waits.
+        gone, which is logged once, the relay waits.
         """
-        trouble = Trouble(self.using)
+        pause = 0.0
         while not stop.is_set():
             self.turns += 1
             try:
@@ -181,12 +183,22 @@ class Relay:
             except (BrokerGone, OperationalError, InterfaceError, InternalError) as error:
                 if isinstance(error, DatabaseError):
                     connections[self.using].close()
-                stop.wait(trouble.pause(error))
+                if is_lost_race(error):
+                    text = "Others changed the outbox of %r at the same time: %s"
+                    logger.info(text, self.using, error)
+                else:
+                    if not pause:
+                        what = "broker" if isinstance(error, BrokerGone) else "database"
+                        text = "The %s can't be reached, so the outbox of %r waits: %s"
+                        logger.error(text, what, self.using, error)
+                    pause = min(max(2 * pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+                stop.wait(pause or SHORTEST_PAUSE)
                 continue
-            if found:
-                trouble.is_over()  # no rows prove nothing: another relay may hold them
-            else:
-                stop.wait(IDLE)
+            if not found:
+                stop.wait(IDLE)  # no rows prove nothing: another relay may hold them
+            elif pause:
+                logger.warning("The outbox of %r is relayed again.", self.using)
+                pause = 0.0
 
     def drain(self, until: Callable[[], bool] = lambda: False) -> None:
         """
@@ -340,22 +352,21 @@ class Relay:
     def _register_chord(self, one: ClaimedMessage) -> None:
         if not one.row.chord:
             return
-
-        def register(row: OutboxMessage | None, seconds: float) -> None:
-            # There are no calls if an operator has discarded the row that had them.
-            register_all([] if row is None else to_message(row)[1], seconds)
-
+        rows = self._rows.filter(chord=one.row.chord)
+        row = rows.exclude(chord_calls="").first()
+        if row is None:
+            return  # another relay has registered it, or an operator has discarded its calls
         try:
-            self._rows.register_chord(one.row.chord, register, LONGEST_WAIT)
+            register_all(to_message(row)[1], LONGEST_WAIT)
         except IntegrityError:
-            # The backend keeps chords in a table, and a process registered this one and died.
-            self._rows.filter(chord=one.row.chord).update(chord="")
+            pass  # the backend keeps chords in a table, and has this one
         except Exception as error:
             if is_backend_gone(one.message.app, error):
                 raise PutOff(
                     f"the result backend could not register a chord: {describe_error(error)}"
                 ) from error
             raise
+        rows.update(chord="")
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         again = None if is_duplicate else resend_delay(one.message, one.row.resent)

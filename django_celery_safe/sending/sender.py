@@ -290,10 +290,8 @@ class OutboxSender(Sender):
         return time.monotonic() < self._give_up_at
 
     def _register(self, send: Send) -> None:
-        calls = send.captured.chord_calls
-        message_table(self.using).all().register_chord(
-            send.chord, lambda row, seconds: register_all(calls, seconds), self._timeout
-        )
+        register_all(send.captured.chord_calls, self._timeout)
+        message_table(self.using).all().filter(chord=send.chord).update(chord="")
 
     def _emit_failure(self, message: Message, error: Exception) -> None:
         text = describe_error(error)

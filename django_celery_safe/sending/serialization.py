@@ -27,13 +27,10 @@ if TYPE_CHECKING:
 
 #: The length of the columns for names and ids, in characters.
 LONGEST_NAME: Final = 255
-#: The format of ``properties``. A release whose rows an older relay would misread increases it.
-#: A row without a number has format 1.
-ROW_FORMAT: Final = 1
 
 
 class ForAnotherRelay(Exception):
-    """This process can't send a message: it lacks the sender's Celery app, or is too old."""
+    """This process can't send a message: it lacks the sender's Celery app."""
 
 
 class MessageColumns(NamedTuple):
@@ -103,15 +100,10 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
 
     Raises:
         ValueError: The row was changed, and is no longer a valid message.
-        ForAnotherRelay: This process lacks the message's app, or a newer release wrote the row.
+        ForAnotherRelay: This process lacks the message's app.
     """
     try:
         properties = loads(row.properties)
-        if (written := properties.get("format", ROW_FORMAT)) > ROW_FORMAT:
-            raise ForAnotherRelay(
-                f"its row is of format {written}, and this release knows {ROW_FORMAT}: update the "
-                f"relays before the processes that send"
-            )
         app = get_app(properties["app"])
         options = properties["options"]
         options["exchange"] = _unpack_exchange(options["exchange"])

@@ -14,9 +14,7 @@ from celery.exceptions import TaskPredicate
 from .. import conf
 from ..concurrency.decorator import refuse_lock_below
 from ..delivery.call import (
-    Args,
     Function,
-    Kwargs,
     find_call,
     inner_signature,
     own_signature,
@@ -144,7 +142,7 @@ def read_result(task: str, result: Any) -> Outcome:
     return Outcome(result, success is not False, params, "it returned False")
 
 
-def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: Kwargs) -> Any:
+def run_plain(task: Any, request: Any, function: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run a step whose task takes ``(data, name)``; call any other task's function unchanged."""
     if hasattr(function, "stages_step"):
         return function(*args, **kwargs)

@@ -221,25 +221,6 @@ def test_a_garbled_header_loses_no_run(
     assert all(NAME in r.getMessage() or "looking" in r.getMessage() for r in said)
 
 
-def test_a_header_of_a_newer_format_holds(
-    mailbox: Mailbox, locks_in_memory: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A release that knows more may have written it: what is known here holds, and a warning."""
-
-    def working(self: Any, number: int) -> list[Any]:
-        return [(lock.name, lock.remaining) for lock in iter_locks()]
-
-    make_unique(mailbox, working).apply_async((7,), single_instance={"timeout": 100})
-    message, newer = mailbox.take_one(), {"timeout": 100, "fairness": 1}
-    ours = {**message.ours, "format": 2, "newer": True, "options": newer}
-    (of_send,) = held_names()
-    state, held = mailbox.deliver(message.with_headers(**{HEADER: ours}))
-    assert (state, {name for name, _ in held}) == ("SUCCESS", {of_send, f"{NAME}:7"})
-    assert all(90 < remaining <= 100 for _, remaining in held)
-    assert held_names() == []
-    assert any("is of format 2, and this release" in text for text in caplog.messages)
-
-
 # Keys that can't be made.
 
 

@@ -446,13 +446,13 @@ MUTATIONS = {
             "a carried task whose process was killed waits for the end of its lease",
         ),
         M(
-            "sending.carried_ends:RunEnds.end",
+            "sending.carried:Run.end",
             '"" if self.claim.is_finished else',
             '"" if False else',
             "a finished task's recorded result is overwritten by its return value",
         ),
         M(
-            "sending.carried_ends:RunEnds._come_again",
+            "sending.carried:Run._come_again",
             "return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))",
             "return self.end()",
             "a carried task that is retried or requeued counts as done",
@@ -589,7 +589,7 @@ MUTATIONS = {
         ),
         M(
             "sending.carried:_call",
-            "refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)",
+            "_refuse_after_deaths(run.task, request.id, found)",
             "pass",
             "a step that kills its worker is run again for ever",
         ),

@@ -13,13 +13,11 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
-from django_celery_safe.sending import capture as capture_module
 from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
-from tests.locks.test_fork import in_child
-from tests.sending.conftest import MakeApp, ids, rolled_back
+from tests.sending.conftest import ids, rolled_back
 from tests.sending.published import Published, ids_in
 from tests.servers.databases import without_autocommit
 
@@ -117,19 +115,6 @@ def test_a_soft_time_limit_in_a_send_changes_no_later_send(
         places.add(interruption.place.partition(":")[0])
     assert places >= {"capture", "resending", "send_once", "run_for"}
     assert "run_sent" in places
-
-
-def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: MakeApp) -> None:
-    """The child does not wait for a mutex that a thread of its parent held at the fork."""
-    task = make_app().tasks[add.name]
-    with capture_module._installing:  # as that thread would
-
-        def send() -> str:
-            captured = capture_module.Captured()
-            capture_module.capture(task.app, captured, lambda _: task.delay(1))
-            return str(len(captured.messages))
-
-        assert in_child(send) == "1"
 
 
 def test_outside_of_a_transaction_a_send_goes_out_at_once(sent: Sent) -> None:

@@ -278,22 +278,6 @@ def test_revive(alias: str) -> None:
 
 
 @pytest.mark.sql
-def test_telling_of_a_chord_keeps_no_other_waiting(alias: str) -> None:
-    """It may take its time, but a second at most where the database has one lock for all."""
-    made = make(alias, 2, due_at=-SECOND)
-    table(alias).update(chord="a chord")
-    table(alias).filter(pk=made[1]).update(chord_calls="[]")
-    told: list[tuple[int | None, float]] = []
-
-    def tell_it(row: OutboxMessage | None, seconds: float) -> None:
-        told.append((None if row is None else row.pk, seconds))
-
-    for _ in range(2):
-        table(alias).register_chord("a chord", tell_it, 10.0)
-    longest = 1.0 if connections[alias].vendor == "sqlite" else 10.0
-    assert told == [(made[1], longest)]
-
-
 # Speed.
 
 

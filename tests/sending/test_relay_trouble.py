@@ -24,7 +24,6 @@ from django_celery_safe.databases import Now
 from django_celery_safe.exceptions import ConfigurationError
 from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending import relay as relay_module
-from django_celery_safe.sending import trouble as trouble_module
 from django_celery_safe.sending.broker import BrokerGone
 from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
@@ -80,8 +79,23 @@ def own_task(own_redis: RedisServer, make_app: MakeApp) -> Any:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a relay wait for a tenth of a second where it would wait for many."""
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
-    monkeypatch.setattr(trouble_module, "SHORTEST_PAUSE", 0.05)
-    monkeypatch.setattr(trouble_module, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(relay_module, "SHORTEST_PAUSE", 0.06)
+    monkeypatch.setattr(relay_module, "LONGEST_PAUSE", 0.1)
+
+
+@contextmanager
+def recording_waits(stop: threading.Event, pauses: list[float]) -> Iterator[None]:
+    """Record for how long a relay waits, unless nothing was due, in the block."""
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        return threading.Event.wait(stop, seconds)
+
+    stop.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del stop.wait
 
 
 class Proxy:
@@ -147,7 +161,7 @@ def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelname == level and record.module in ("relay", "outbox", "trouble")
+        if record.levelname == level and record.module in ("relay", "outbox")
     ]
 
 
@@ -325,26 +339,19 @@ def test_a_broker_that_is_gone_is_waited_for(
 ) -> None:
     """No attempt is used, the rows are given back, it is told once; then everything is sent."""
     pauses: list[float] = []
-    original = trouble_module.Trouble.pause
-
-    def pause(self: Any, error: Exception) -> float:
-        pauses.append(original(self, error))
-        return pauses[-1]
-
-    monkeypatch.setattr(trouble_module.Trouble, "pause", pause)
     if trouble is paused:
         monkeypatch.setattr(relay_module, "LONGEST_WAIT", 2.0)
-    with relaying(outbox):
+    with relaying(outbox) as stop:
         leave(outbox, 2, task=own_task)
         wait_for(lambda: not table(outbox).exists())
         assert len(take_published(own_redis, 0)) == 2
-        with trouble(own_redis):
+        with trouble(own_redis), recording_waits(stop, pauses):
             wanted = leave(outbox, 3, task=own_task)
             with suppress(TimeoutError):
                 wait_for(lambda: len(pauses) > 3 or any(attempts(outbox)), 20)
             assert attempts(outbox) == [0] * 3
             assert len(pauses) > 3
-            assert pauses[:3] == [0.05, 0.1, 0.1]
+            assert pauses[:3] == [0.06, 0.1, 0.1]
             (error,) = messages_of(caplog, "ERROR")
             assert "broker can't be reached" in error
             assert outbox in error
@@ -357,11 +364,29 @@ def test_a_broker_that_is_gone_is_waited_for(
     assert trouble is paused or len(published) == 3
 
 
-def test_a_lost_race_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_lost_race_is_no_outage(
+    outbox: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Under SERIALIZABLE others are faster now and then: the relay goes on, without an error."""
     lost = OperationalError("another transaction was faster")
     lost.__cause__ = psycopg.errors.SerializationFailure()
-    assert trouble_module.Trouble("default").pause(lost) == 0.5
+    outcomes, pauses = iter([lost, lost]), list[float]()
+
+    def relay_batch(self: Relay) -> int:
+        if (error := next(outcomes, None)) is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr(Relay, "relay_batch", relay_batch)
+    stop = threading.Event()
+    with recording_waits(stop, pauses):
+        thread = threading.Thread(target=Relay(outbox).run, args=[stop])
+        thread.start()
+        wait_for(lambda: len(pauses) > 2)
+        stop.set()
+        thread.join()
+    assert pauses[:3] == [0.06, 0.06, 0.05]
     assert messages_of(caplog, "ERROR") == []
 
 

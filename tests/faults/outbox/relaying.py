@@ -9,7 +9,7 @@ from functools import partial
 from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS
 
-from django_celery_safe.sending import housekeeping, trouble
+from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import relay as relaying
 from tests.app.celery import app
 from tests.faults.outbox.broken import break_relay
@@ -42,10 +42,11 @@ def hurry() -> None:
         "PUT_OFF": 0.5,
         "PUT_BEHIND": 1.0,
         "IDLE": 0.05,
+        "SHORTEST_PAUSE": 0.1,
+        "LONGEST_PAUSE": 0.5,
     }
-    pauses = {"SHORTEST_PAUSE": 0.1, "LONGEST_PAUSE": 0.5, "MINUTE": 0.5}
     turns = {"MINUTE": 0.5, "AGAIN": 0.1}
-    for module, values in ((relaying, shorter), (trouble, pauses), (housekeeping, turns)):
+    for module, values in ((relaying, shorter), (housekeeping, turns)):
         for name, value in values.items():
             assert hasattr(module, name)
             setattr(module, name, value)
