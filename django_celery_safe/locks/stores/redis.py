@@ -214,13 +214,11 @@ class RedisStore(Store):
         extended = [True] * len(renewals)
         # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
-            page = renewals[start : start + PAGE]
-            keys = [self._keys(page[0][0]).listing, *[self._keys(name).lock for name, _, _ in page]]
-            tokens = "".join([token for _, token, _ in page])
-            leases = [seconds for _, _, seconds in page]
+            names, tokens, leases = zip(*renewals[start : start + PAGE], strict=True)
+            keys = [self._keys(names[0]).listing, *[self._keys(name).lock for name in names]]
             if len(set(leases)) == 1:
-                del leases[1:]  # the script extends all that follow by the last
-            args = (tokens, " ".join(map(_milliseconds, leases)))
+                leases = leases[:1]  # the script extends all that follow by the last
+            args = ("".join(tokens), " ".join(map(_milliseconds, leases)))
             with self.errors("extend"):
                 for lost in self._run(scripts.EXTEND, keys, args, within)[0]:
                     extended[start + int(lost)] = False
