@@ -294,12 +294,10 @@ def transport(**options: Any) -> dict[str, Any]:
 
 
 SURE = {"acks_late": True, "reject_on_worker_lost": True}
-WAIT = {"on_conflict": "wait", "blocking_timeout": 10}
 WAIT_LONG = {"on_conflict": "wait", "blocking_timeout": HOUR + 2}
 END, START = {"unique_until": "end"}, {"unique_until": "start"}
 RETRY = {"on_conflict": "retry"}
 LONG = {"acks_late": True, "time_limit": HOUR + 1}
-SOFT = {"task_soft_time_limit": 6}
 GENTLE = {"worker_soft_shutdown_timeout": 10.0}
 NO_OPTIONS, HALF = transport(), transport(socket_timeout=1)
 PATIENT = transport(**checking.TRANSPORT_OPTIONS, visibility_timeout=5402)
@@ -313,8 +311,6 @@ FAULTY: list[tuple[str, str, Said]] = [
     ("E005", "has outbox=True, but it is not", plan(base=Task, outbox=True)),
     ("E005", "max_deaths=3, but it is not carried.*until_done", plan(max_deaths=3)),
     ("W005", '"start" and on_conflict="skip"', plan(START)),
-    ("W005", "for up to 10 s, .* limit ends it after 8 s", plan(WAIT, SOFT, soft_time_limit=8)),
-    ("W005", "ends it after 6 s", plan(WAIT, SOFT, time_limit=timedelta(minutes=1))),
     (
         "W006",
         "without socket_timeout and socket_connect_timeout.*OPTIONS",
@@ -337,8 +333,6 @@ SILENT: list[Said] = [
     plan(END, base=AppTask),
     plan(max_deaths=3, outbox="until_done"),
     plan(START | RETRY),
-    plan(WAIT, SOFT, soft_time_limit=20),
-    plan(RETRY, time_limit=1),
     on_redis(conf=NO_OPTIONS, base=Task),
     on_redis(conf=transport(socket_timeout=1, socket_connect_timeout=1)),
     plan({}, NO_OPTIONS, "no-such-broker://"),

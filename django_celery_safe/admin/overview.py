@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from django.db import Error as DatabaseError
 from django.db import router
 from django.db.models import TextChoices
-from django.utils.formats import number_format
 from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..exceptions import CelerySafeError
 from ..foreign_errors import describe_error
-from ..inspection.overview import Figure, lock_figures, outbox_figures
+from ..inspection import overview as figures
 from ..models.locks import Lock
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun
@@ -31,8 +30,6 @@ from ..texts import duration, printable
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise
 
-#: Limit up to which rows and locks are counted: "10,000+" tells an operator enough.
-MOST: Final = 10_000
 #: A relay writes its heartbeat once a minute. After LATE s without one the relay is late; after
 #: GONE s it has certainly stopped.
 LATE: Final = 180.0
@@ -77,17 +74,17 @@ class Bars:
         self.level, self.counted = level, HOURS
         self._hours = [0] * HOURS
 
-    def add(self, rows: Any) -> Figure:
+    def add(self, rows: Any) -> int:
         """Count rows, latest end first; one query."""
         ended = rows.filter(ended_at__gte=Now() - HOURS * HOUR).order_by("-ended_at")
-        moments = ended.values_list(Now(), "ended_at")[: MOST + 1]
+        moments = ended.values_list(Now(), "ended_at")[: figures.MOST + 1]
         # If a clock was set back, a row may have ended in the future.
         ages = [max(0, (now - ended_at) // HOUR) for now, ended_at in moments]
         for age in ages:
             self._hours[max(0, HOURS - 1 - age)] += 1
-        if len(ages) > MOST:
+        if len(ages) > figures.MOST:
             self.counted = min(self.counted, ages[-1])
-        return Figure(min(len(ages), MOST), len(ages) > MOST)
+        return min(len(ages), figures.MOST)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the position and the number of each hour that is counted completely."""
@@ -127,29 +124,29 @@ def make_overview(app_list: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _outbox(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
     messages = OutboxMessage.objects.using(router.db_for_write(OutboxMessage))
-    outbox = outbox_figures(messages.db, MOST)
+    outbox = figures.outbox_figures(messages.db)
     if relay := outbox.relay:
         level = _level(relay.ago_s, LATE, GONE)
         ago = _("{time} ago").format(time=duration(relay.ago_s))
-        yield Card(_("Relay last seen"), ago, url, level, printable(relay.name))
+        yield Card(_("Relay last seen"), ago, url, level, printable(str(relay)))
     else:
-        level = Level.BAD if outbox.pending.number else Level.LOOK
+        level = Level.BAD if outbox.counts["pending"] else Level.LOOK
         note = _("Run manage.py celery_outbox relay, or relay_outbox by beat.")
         yield Card(_("Relay last seen"), _("never"), url, level, note)
     level = _level(outbox.lag_s, SLOW, STUCK)
     lag = _("due for %(time)s") % {"time": duration(outbox.lag_s)} if outbox.lag_s else ""
-    yield Card(_("Pending"), _number(outbox.pending), f"{url}?state=pending", level, lag)
-    yield _zero(_("Failed"), outbox.failed, f"{url}?state=failed")
-    yield _zero(_("Dead"), outbox.dead, f"{url}?state=dead")
+    pending = figures.shown(outbox.counts["pending"])
+    yield Card(_("Pending"), pending, f"{url}?state=pending", level, lag)
+    yield _zero(_("Failed"), outbox.counts["failed"], f"{url}?state=failed")
+    yield _zero(_("Dead"), outbox.counts["dead"], f"{url}?state=dead")
     done.add(messages.done())
     failed.add(messages.failed())
 
 
 def _locks(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
-    locks = lock_figures(MOST)
-    held = _number(Figure(sum(locks.held.values()), locks.is_cut))
-    note = _("of %(number)s held") % {"number": held}
-    yield _zero(_("Locks overdue"), Figure(locks.overdue, locks.is_cut), url, note)
+    held, overdue = figures.lock_figures()
+    note = _("of %(number)s held") % {"number": figures.shown(sum(held.values()))}
+    yield _zero(_("Locks overdue"), overdue, url, note)
 
 
 def _runs(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
@@ -164,11 +161,6 @@ def _level(seconds: float, look: float, bad: float) -> Level:
     return Level.GOOD if seconds <= look else Level.LOOK if seconds < bad else Level.BAD
 
 
-def _zero(label: StrOrPromise, figure: Figure, url: str, note: StrOrPromise = "") -> Card:
+def _zero(label: StrOrPromise, number: int, url: str, note: StrOrPromise = "") -> Card:
     """Return the card of a figure that should be 0."""
-    return Card(label, _number(figure), url, Level.BAD if figure.number else Level.GOOD, note)
-
-
-def _number(figure: Figure) -> str:
-    """Return a number formatted for people; "+": there may be more."""
-    return number_format(figure.number, force_grouping=True) + ("+" if figure.is_cut else "")
+    return Card(label, figures.shown(number), url, Level.BAD if number else Level.GOOD, note)

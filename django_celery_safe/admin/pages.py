@@ -80,6 +80,8 @@ def _column(model: Any, name: str, longest: int | None) -> Any:
     )
     def show(row: Any) -> str:
         value = attrgetter(name)(row)
+        if label := getattr(row, f"get_{last}_display", None):
+            return badge(LEVELS.get(value, "quiet"), label())
         if isinstance(value, datetime):
             return f"{localtime(read_moment(row._state.db, value)):%Y-%m-%d %H:%M:%S %Z}"
         if isinstance(value, float):

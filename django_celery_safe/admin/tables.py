@@ -39,25 +39,21 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     """The messages of the outbox and their states."""
 
     search_help_text = _("The beginning of a task's name, or a whole task ID.")
-    list_display = ("task", "shown", *columns(OutboxMessage, "age_s", "reason"))
+    list_display = ("task", *columns(OutboxMessage, "state", "age_s", "reason"))
     list_filter = (StateFilter,)
     lookups = (StateFilter.parameter_name,)
     search_fields = ("^task", "=task_id")
     ordering = ("pk",)
     fields = readonly_fields = (
-        *("task", "task_id", "shown", "attempts", "starts", "deaths", "resent"),
-        *columns(OutboxMessage, "created_at", "due_at", "sent_at", "started_at", "ended_at"),
-        *columns(OutboxMessage, "checkpoint_at", "progress", "process", "arguments", longest=None),
+        *columns(OutboxMessage, "task", "task_id", "state", "attempts", "starts", "deaths"),
+        *columns(OutboxMessage, "resent", "created_at", "due_at", "sent_at", "started_at"),
+        *columns(OutboxMessage, "ended_at", "checkpoint_at", "progress", "process"),
+        *columns(OutboxMessage, "arguments", longest=None),
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")
     has_retry_permission = permission("retry")
     has_discard_permission = permission("discard")
-
-    @admin.display(description=_("state"))
-    def shown(self, row: Any) -> SafeString:
-        """The state as a coloured word."""
-        return badge(LEVELS.get(row.state, "quiet"), row.get_state_display())
 
     @row_action(
         pgettext_lazy("action", "Retry"),
@@ -135,11 +131,6 @@ class StagesAdmin(ReadOnlyAdmin):
     list_filter = ("status",)
     lookups = ("status__exact", "run__exact")
 
-    @admin.display(description=_("status"), ordering="status")
-    def shown(self, row: Any) -> SafeString:
-        """The status as a coloured word."""
-        return badge(LEVELS.get(row.status, "quiet"), row.get_status_display())
-
 
 @admin.register(StageRun)
 class StageRunAdmin(StagesAdmin):
@@ -148,16 +139,15 @@ class StageRunAdmin(StagesAdmin):
     change_form_template = "admin/django_celery_safe/stagerun/change_form.html"
     search_help_text = _("A part of a name or key.")
     list_display = (
-        *("__str__", "shown", "progress"),
-        *columns(StageRun, "age_s", "duration_s", "reason"),
+        *("__str__", "progress"),
+        *columns(StageRun, "status", "age_s", "duration_s", "reason"),
     )
     search_fields = ("name", "key")
     ordering = ("-pk",)
     fields = readonly_fields = (
-        *("shown", "progress", "steps", "key", "about"),
-        *columns(
-            StageRun, "created_at", "ended_at", "duration_s", "reason", "shown_params", longest=None
-        ),
+        *("progress", "steps", "key", "about"),
+        *columns(StageRun, "status", "created_at", "ended_at", "duration_s"),
+        *columns(StageRun, "reason", "shown_params", longest=None),
     )
     actions = ("resume", "abort")
     has_resume_permission = permission("resume")
@@ -202,15 +192,15 @@ class StageStepAdmin(StagesAdmin):
 
     search_help_text = _("A whole task ID, or a part of a task's or run's name, or of a run's key.")
     list_display = (
-        *("task", "run", "stage", "shown"),
-        *columns(StageStep, "reason", "shown_arguments"),
+        *("task", "run", "stage"),
+        *columns(StageStep, "status", "reason", "shown_arguments"),
     )
     list_select_related = ("run",)
     search_fields = ("=task_id", "task", "run__name", "run__key")
     ordering = ("-run", "stage", "position")
     fields = readonly_fields = (
-        *("run", "stage", "task", "task_id", "shown", "priority"),
-        *columns(StageStep, "starts", "deaths", "resent"),
+        *("run", "stage", "task", "task_id", "priority"),
+        *columns(StageStep, "status", "starts", "deaths", "resent"),
         *columns(StageStep, "process", "duration_s", "waits_s", "started_at", "ended_at"),
         *columns(StageStep, "shown_arguments", "shown_params", longest=None),
         *("error_type", "error", "traceback"),

@@ -77,7 +77,8 @@ def check_redelivery(project: Project) -> Iterator[CheckMessage]:
         guarded = find_guarded(task)
         if guarded or isinstance(task, SafeTaskMixin) or is_done_once(task):
             waits = guarded.options.blocking_timeout if guarded else 0.0
-            spans.append((max(project.limits(task)[1] or 0.0, waits), task.name))
+            limit = task.time_limit or project.app.conf.task_time_limit or 0.0
+            spans.append((max(limit, waits), task.name))
     longest, name = max(spans, default=(0.0, ""))
     if longest > timeout:
         yield fault(

@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, Error, connections, router
 
 from .. import conf
-from ..databases import find_unfit, is_tested, refuse_untested
+from ..databases import find_unfit, is_tested, read_moment, refuse_untested
 from ..delivery.call import layers
 from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
@@ -120,7 +120,8 @@ def _find_absence(alias: str) -> str | None:
     relay = find_relay(alias)
     if relay is None:
         return "yet"
-    return None if relay.ago_s < GONE else f"since {relay.at:%Y-%m-%d %H:%M} ({relay.name})"
+    seen_at = read_moment(alias, relay.seen_at)
+    return None if relay.ago_s < GONE else f"since {seen_at:%Y-%m-%d %H:%M} ({relay})"
 
 
 def _find_users(project: Project) -> dict[str, str]:

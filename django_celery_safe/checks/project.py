@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from celery import _state, current_app
@@ -61,14 +60,6 @@ class Project(NamedTuple):
         """Return whether beat starts the shipped relay."""
         # The schedule has entries of several forms, all of which show the name of their task.
         return RELAY_TASK in repr(self.app.conf.beat_schedule)
-
-    def limits(self, task: Any) -> tuple[float | None, float | None]:
-        """Return the soft and the hard time limit of a task, s; None: it has no such limit."""
-        conf = self.app.conf
-        return (
-            _seconds(task.soft_time_limit) or _seconds(conf.task_soft_time_limit),
-            _seconds(task.time_limit) or _seconds(conf.task_time_limit),
-        )
 
 
 def is_fallback(app: Any) -> bool:
@@ -130,10 +121,3 @@ def count(tasks: list[Any], one: str, many: str) -> str:
     if len(tasks) == 1:
         return f"Task {tasks[0].name} {one}"
     return f"{len(tasks)} tasks, such as {tasks[0].name}, {many}"
-
-
-def _seconds(limit: Any) -> float | None:
-    """Return a number or timedelta in seconds; None: it is neither, or 0 (no limit)."""
-    if isinstance(limit, timedelta):
-        limit = limit.total_seconds()
-    return float(limit) if isinstance(limit, int | float) and limit else None

@@ -27,7 +27,7 @@ def check_options(project: Project) -> Iterator[CheckMessage]:
             text = f"Task {task.name} has the option {name!r}, which does nothing."
             yield fault("W001", text, f"Did you mean {meant!r}?")
         if guarded:
-            yield from _find_contradictions(project, task, guarded.options)
+            yield from _find_contradictions(task, guarded.options)
 
 
 def _find_idle(task: Any, lock: Options | None) -> Iterator[CheckMessage]:
@@ -54,20 +54,12 @@ def _find_idle(task: Any, lock: Options | None) -> Iterator[CheckMessage]:
         )
 
 
-def _find_contradictions(project: Project, task: Any, lock: Options) -> Iterator[CheckMessage]:
-    """Yield W005 for a message that is always skipped, and for a wait that a limit ends."""
+def _find_contradictions(task: Any, lock: Options) -> Iterator[CheckMessage]:
+    """Yield W005 for a message that is always skipped."""
     if lock.unique_until == "start" and lock.on_conflict == "skip":
         yield fault(
             "W005",
             f'Task {task.name} has unique_until="start" and on_conflict="skip": a message that is '
             f"sent during a run finds the run's lock held when its turn comes, and is skipped.",
             'Set on_conflict="retry", or unique_until="end" if one run does it for all.',
-        )
-    ends = min((limit for limit in project.limits(task) if limit is not None), default=None)
-    if lock.on_conflict == "wait" and ends is not None and lock.blocking_timeout >= ends:
-        yield fault(
-            "W005",
-            f"Task {task.name} waits for its lock for up to {lock.blocking_timeout:g} s, but its "
-            f"time limit ends it after {ends:g} s, the waiting included.",
-            'Set a shorter blocking_timeout, a longer time limit, or on_conflict="retry".',
         )

@@ -21,13 +21,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .. import signals
-from ..databases import refuse_untested
+from ..databases import read_moment
 from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..inspection import overview
 from ..locks.stores import locks_are_shared
 from ..models.stages import StageRun
 from ..sending.outbox import outbox_aliases
+from ..stages import Status
+from ..stages.step_table import table_in
 from ..texts import get_logger
 
 logger = get_logger(__name__)
@@ -37,8 +39,6 @@ Sample: TypeAlias = tuple[str, float, tuple[str, ...]]
 
 #: The prefix of every metric's name.
 PREFIX: Final = "celery_safe_"
-#: Limit up to which rows and locks are counted, so that scrapes stay fast with a huge backlog.
-MOST: Final = 100_000
 
 #: The gauges, with the help text and the labels of each.
 GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -55,8 +55,6 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "stage_runs": ("Runs of stages that have not ended.", ("database", "status")),
     "stage_steps_overdue": ("Steps that no worker began in time.", ("database",)),
 }
-#: The states of messages that are exported; "done" is left out.
-STATES: Final = ("pending", "sent", "running", "failed", "dead")
 
 #: The counter of events. A label is empty if the event has no such field.
 COUNTER: Final = "events"
@@ -96,15 +94,9 @@ class TableCollector(Collector):
     If a source does not answer, its ``celery_safe_up`` is 0 and its other figures are left out.
     A store that can't list its locks, or that processes don't share, is not a source.
 
-    Args:
-        most: The maximum number of rows or locks of each kind that are counted.
-
     Example:
         REGISTRY.register(TableCollector())
     """
-
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
 
     def describe(self) -> Iterable[Metric]:
         """Return the metrics without values, so registering the collector queries no database."""
@@ -129,11 +121,11 @@ class TableCollector(Collector):
         yield from self._ask("locks", "", _read_locks)
 
     def _ask(
-        self, source: str, alias: str, read: Callable[[str, int], Iterable[Sample]]
+        self, source: str, alias: str, read: Callable[[str], Iterable[Sample]]
     ) -> list[Sample]:
         """Return a source's figures; none if there is no such source, or if it fails."""
         try:
-            samples = list(read(alias, self._most))
+            samples = list(read(alias))
             return [*samples, ("up", 1, (source, alias))] if samples else []
         except ConfigurationError:
             return []
@@ -142,30 +134,32 @@ class TableCollector(Collector):
             return [("up", 0, (source, alias))]
 
 
-def _read_outbox(alias: str, most: int) -> Iterator[Sample]:
-    figures = overview.outbox_figures(alias, most)
-    for state in STATES:
-        yield "outbox_messages", getattr(figures, state).number, (alias, state)
+def _read_outbox(alias: str) -> Iterator[Sample]:
+    figures = overview.outbox_figures(alias)
+    for state, number in figures.counts.items():
+        yield "outbox_messages", number, (alias, state)
     yield "outbox_lag_seconds", figures.lag_s, (alias,)
     yield "outbox_checkpoint_age_seconds", figures.checkpoint_s, (alias,)
     if figures.relay is not None:
-        yield "relay_last_seen_timestamp_seconds", figures.relay.at.timestamp(), (alias,)
+        seen_at = read_moment(alias, figures.relay.seen_at)
+        yield "relay_last_seen_timestamp_seconds", seen_at.timestamp(), (alias,)
 
 
-def _read_stages(alias: str, most: int) -> Iterator[Sample]:
-    refuse_untested(alias, "hold runs of stages")
-    for status, figure in overview.count_active_runs(alias, most).items():
-        yield "stage_runs", figure.number, (alias, str(status))
-    yield "stage_steps_overdue", overview.count_overdue_steps(alias, most).number, (alias,)
+def _read_stages(alias: str) -> Iterator[Sample]:
+    table = table_in(alias)
+    for status in (Status.WAITING, Status.RUNNING):
+        runs = table.runs().active().filter(status=status)
+        yield "stage_runs", overview.count(runs), (alias, str(status))
+    yield "stage_steps_overdue", overview.count(table.steps().overdue()), (alias,)
 
 
-def _read_locks(_: str, most: int) -> Iterator[Sample]:
+def _read_locks(_: str) -> Iterator[Sample]:
     if not locks_are_shared():
         return
-    figures = overview.lock_figures(most)
-    for kind, number in figures.held.items():
+    held, overdue = overview.lock_figures()
+    for kind, number in held.items():
         yield "locks_held", number, (kind,)
-    yield "locks_overdue", figures.overdue, ()
+    yield "locks_overdue", overdue, ()
 
 
 def _make_families() -> dict[str, GaugeMetricFamily]:

@@ -193,6 +193,11 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Return whether the claim with this token finished its work."""
         return self.claimed(token).exclude(result="").exists()
 
+    def uncount(self, token: str, starts: int) -> None:
+        """Take back that a claim counted as start number ``starts``: its task did not begin."""
+        never: dict[str, Any] = {"started_at": None} if starts == 1 else {}
+        self.claimed(token).update(starts=starts - 1, holder="", **never)
+
     def fail_task(self, token: str, error_type: str, error: str, traceback: str) -> bool:
         """Record that a task ended in an error; True if the claim still held the message."""
         return bool(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from django.db import models
 
+from .listing import ListedRow
 
-class OutboxRelay(models.Model):
+
+class OutboxRelay(ListedRow):
     """The relays' heartbeat: one row that every relay updates."""
 
     host = models.CharField(max_length=255)
@@ -17,3 +19,8 @@ class OutboxRelay(models.Model):
 
     def __str__(self) -> str:
         return f"{self.host} pid {self.pid}"
+
+    @property
+    def ago_s(self) -> float:
+        """Seconds since it was seen."""
+        return max(0.0, self.seconds_since(self.seen_at) or 0.0)

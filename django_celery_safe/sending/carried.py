@@ -76,6 +76,7 @@ class Run:
             chain, callbacks, or the body of a chord.
         found: The row as the claim found it.
         is_called: Whether the task is being called; before, ``before_start()`` of its class runs.
+        has_begun: Whether the task itself has begun, as far as is known here.
         returned: The task's return value as JSON, for a row that is kept; "": the value is not
             recorded.
         follower: What the message belongs to, such as a step; None: nothing.
@@ -89,7 +90,7 @@ class Run:
         self.held = claim.name, claim.token
         self.found, self.returned, self.unrun = found, "", ""
         self.follower: StepFollower | None = None
-        self.is_called = False
+        self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
@@ -112,8 +113,14 @@ class Run:
         if self.found.result:
             follower.finish(self.found.result)
 
-    def keep(self, send: Callable[[], T]) -> T:
-        """Call ``send``, and keep the messages that it sends until the run has ended."""
+    def keep(self, send: Callable[[], T], *, unchanged: bool = False) -> T:
+        """
+        Call ``send``, and keep the messages that it sends until the run has ended.
+
+        Args:
+            unchanged: Whether the run's own message is sent again, because it did not begin.
+        """
+        self.has_begun = self.has_begun and not unchanged
         before = self.resent or Captured()  # such as a retry without throw
         captured = Captured([*before.messages], [*before.chord_calls])
         try:
@@ -136,6 +143,8 @@ class Run:
         """
         goes_on, fault = self.resent, None if self.follower is None else self.follower.fault
         try:
+            if not self.has_begun:
+                self._uncount_unbegun()
             if goes_on is not None:
                 ours = self._go_on(goes_on, Fault(Retry.__name__, "The task has re-sent itself."))
             elif fault is None or self.claim.is_finished:
@@ -207,7 +216,11 @@ class Run:
         if self.claim.is_of_parent():
             return True  # after a bare os.fork() the child leaves the run too
         self.claim.end()
+        goes_on = isinstance(error, MessageGoesOn) and not isinstance(error, HandedOver)
+        self.has_begun = self.has_begun and not goes_on
         try:
+            if isinstance(error, Exception):
+                self._uncount_unbegun()
             ours = self._record(error)
         except DatabaseError as failure:
             logger.warning(
@@ -259,6 +272,13 @@ class Run:
         return self._write_end(
             lambda: row.put_back(token, wait, reason, died=died), lambda: row.was_put_back(reason)
         )
+
+    def _uncount_unbegun(self) -> None:
+        """Take back that the claim counted as a start, if the task itself has not begun."""
+        # A relay reads from the number that the message which the row has was sent before.
+        if not self.has_begun and (self.resent is not None or self.found.starts > 1):
+            row, token = self.claim.table.at(self.claim.name), self.claim.token
+            self.claim.ask(lambda: row.uncount(token, self.found.starts))
 
     def _record(self, error: BaseException) -> bool:
         follows = self.follower is not None
@@ -443,6 +463,7 @@ def _call(run: Run, request: Context, header: Header, function: Callable[[], Any
     if found.deaths:
         _refuse_after_deaths(run.task, request.id, found)
     with run.claim.current():
+        run.has_begun = run.is_called
         return function()
 
 

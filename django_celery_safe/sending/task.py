@@ -282,7 +282,7 @@ class SafeTaskMixin(Task[P, R]):
         run = find_run(options.get("task_id")) if resent is not None else None
         if run is not None and resent is not None and CAPTURED.get() is None:
             send = partial(self._send, args, kwargs, options, resent, waits=waits)
-            return run.keep(send)
+            return run.keep(send, unchanged=resent.unchanged)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried

@@ -126,7 +126,7 @@ def test_monitoring_counts_from_its_eta(carried: Carried) -> None:
     """A message that waits for its eta is no trouble, nor is one that was due just now."""
 
     def oldest() -> float | None:
-        return outbox_figures(carried.alias, 10).oldest_s
+        return outbox_figures(carried.alias).oldest_s
 
     send(carried, countdown=FAR)
     carried.rows.update(created_at=Now() - timedelta(days=7))

@@ -18,7 +18,7 @@ from celery import current_app
 from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from ...inspection.overview import OutboxFigures, outbox_figures
+from ...inspection.overview import OutboxFigures, outbox_figures, shown
 from ...models.message_states import OutboxMessages
 from ...models.outbox import OutboxMessage
 from ...sending.broker import BrokerGone
@@ -27,8 +27,6 @@ from ...sending.relay import Relay, drain_all
 from ...texts import duration, printable
 from ..console import MOST_LISTED, NOT_ASKED, ActionCommand, add_json, add_no_input, age
 
-#: Up to how many messages of a state are counted.
-MOST_COUNTED: Final = 10_000
 #: How often the main thread checks the relay threads, s.
 LISTEN: Final = 0.5
 #: Rows that one statement changes; every database accepts that many parameters.
@@ -102,7 +100,7 @@ class Command(ActionCommand):
     # status
 
     def _status(self, options: dict[str, Any]) -> None:
-        outboxes = {alias: outbox_figures(alias, MOST_COUNTED) for alias in get_aliases()}
+        outboxes = {alias: outbox_figures(alias) for alias in get_aliases()}
         if options["as_json"]:
             self.write_json({alias: outbox.as_json() for alias, outbox in outboxes.items()})
         else:
@@ -250,10 +248,9 @@ def describe(message: OutboxMessage) -> list[object]:
 
 def describe_outbox(alias: str, outbox: OutboxFigures) -> list[object]:
     """Return the columns of an outbox, and the line below them."""
-    counts = (outbox.pending, outbox.sent, outbox.running, outbox.failed, outbox.dead)
     relay = outbox.relay
-    seen = ("never", "") if relay is None else (f"{duration(relay.ago_s)} ago", relay.name)
-    return [alias, *counts, duration(outbox.oldest_s), *seen]
+    seen = ("never", "") if relay is None else (f"{duration(relay.ago_s)} ago", relay)
+    return [alias, *map(shown, outbox.counts.values()), duration(outbox.oldest_s), *seen]
 
 
 @contextmanager
