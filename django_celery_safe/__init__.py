@@ -27,8 +27,7 @@ from .exceptions import (
     WrongTransaction,
 )
 from .idempotency import IdempotentMixin, forget_record, idempotent
-from .leases.claim import Claim
-from .leases.current import current_claim
+from .leases.claim import Claim, current_claim
 from .locks import CacheLock, HeldLock, cache_lock, find_lock, iter_locks, release_lock
 from .resuming import checkpoint, resumable, resumed_at
 from .sending import SafeTask, SafeTaskMixin, send_on_commit

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from django_celery_safe.leases.clock import boottime
-from django_celery_safe.leases.clock import clock as clock_of_leases
+from django_celery_safe.leases.lease import LeaseStore, boottime
+from django_celery_safe.leases.lease import clock as clock_of_leases
 from django_celery_safe.leases.renewer import Lane, renewer
-from django_celery_safe.leases.store import LeaseStore
 
 #: Threads wake up that much later than planned, s: sums of moments are rounded.
 LATE = 1e-6

@@ -25,8 +25,8 @@ from django.test import override_settings
 from model_bakery import baker
 from model_bakery.random_gen import gen_string
 
+from django_celery_safe.leases.lease import LeaseStore
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.leases.store import LeaseStore
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
 from tests.clock import clock as clock

@@ -13,7 +13,7 @@ from typing import Any
 from django.core.cache.backends.redis import RedisCache
 
 from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
-from django_celery_safe.leases.store import Renewal
+from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.redis import RedisStore

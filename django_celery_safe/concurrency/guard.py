@@ -40,7 +40,7 @@ from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
-from ..leases.store import Renewal
+from ..leases.lease import Renewal
 from ..locks import CacheLock, HeldLock
 from ..locks.lock import LockOptions, Mine
 from ..locks.stores import get_store

@@ -30,11 +30,9 @@ from ..delivery.copies import MessageGoesOn, is_requeued
 from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
-from ..leases.clock import clock
 from ..leases.holder import Holder
-from ..leases.lease import Lease
+from ..leases.lease import Lease, Renewal, clock
 from ..leases.renewer import renewer
-from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
 from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store

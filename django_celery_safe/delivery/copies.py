@@ -23,9 +23,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from .. import conf
 from ..events import TASK_NOT_RUN, TASK_OWN_COPY
 from ..exceptions import LockBackendError, LockLost
-from ..leases.clock import clock
 from ..leases.holder import Holder
-from ..leases.lease import Lease
+from ..leases.lease import Lease, clock
 from ..locks import HeldLock
 from ..locks.stores.base import LockRequest, Store
 from ..texts import get_logger

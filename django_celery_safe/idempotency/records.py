@@ -25,8 +25,8 @@ from ..events import CLAIM_FAILED, CLAIM_REPEATED
 from ..exceptions import AlreadyClaimed, CelerySafeError, IdempotencyConflict, InvalidResult
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim
-from ..leases.clock import clock
 from ..leases.holder import HeldLock, decode_holder, plain_name
+from ..leases.lease import clock
 from ..leases.lease_table import LeaseTable
 from ..texts import get_logger
 from ..transactions import TRIES, reconnect

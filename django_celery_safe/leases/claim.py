@@ -34,9 +34,8 @@ from ..foreign_errors import describe_error, find_shutdown
 from ..texts import get_logger
 from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from ..values import NotPlain, encode
-from .clock import clock
 from .holder import HeldLock, describe_claimer, holder_text
-from .lease import Lease
+from .lease import Lease, clock
 from .lease_table import LeaseTable
 from .renewer import renewer
 
@@ -452,6 +451,56 @@ def find_request() -> Any:
     """Return the request of the task that is running here; None: no task is running."""
     task = get_current_task()
     return None if task is None else task.request
+
+
+def current_claim() -> Claim:
+    """
+    Return the claim under which the running code works: the innermost one of this task.
+
+    The claim belongs to ``idempotent``, to a message with ``outbox="until_done"``, or to a step.
+    In a task that is called directly or eagerly, outside any ``idempotent`` of its own, it is a
+    stand-in that no other process can hold, and its ``finish()`` writes nothing.
+
+    Raises:
+        ConfigurationError: The running code has no claim.
+    """
+    if ours := own_claims():
+        return ours[-1]
+    task, request = get_current_task(), find_request()
+    if request is not None and (request.called_directly or request.is_eager):
+        return _DirectClaim(str(task.name))
+    raise ConfigurationError(
+        "No claim is being worked on here: this is for code that runs inside an "
+        '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
+        "(which this message was not sent with), or a step."
+    )
+
+
+def own_claims() -> list[Claim]:
+    """Return the claims of the task that is running here, the innermost last."""
+    request = find_request()
+    # A helper thread of a task has no request of its own.
+    return [one for one, its in current_claims.get() if one.is_held and request in (None, its)]
+
+
+class _DirectClaim(Claim):
+    """The claim of a task that runs without a message, so it can't be delivered again."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(None, "", key, 0.0)
+        self.is_held = True
+
+    def ensure(self) -> None:
+        self.check_unfinished()
+
+    def read_cursor(self) -> str:
+        return ""
+
+    def _record_done(self, text: str) -> None:
+        self.is_finished = True
+
+    def _write_done(self, text: str) -> bool:
+        return True
 
 
 def _report_lost(kind: type[Claim], key: str, lease: Lease[Any], now_held: HeldLock | None) -> None:

@@ -1,19 +1,190 @@
-"""The holder's view of a lease."""
+"""
+A lease: the clock by which a holder trusts it, the store that keeps it, and the holder's view.
+
+``renewer`` renews leases; ``lease_table`` keeps them in a database table, ``locks.stores`` in other
+places.
+"""
 
 from __future__ import annotations
 
+import _thread
+import re
+import time
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from functools import partial
+from threading import Condition
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from .. import process
-from .clock import clock
+from ..exceptions import CelerySafeError, LockBackendError
+from ..foreign_errors import describe_error
 from .holder import HeldLock
-from .store import LeaseStore, Renewal
 
 if TYPE_CHECKING:
     from .renewer import Lane
+
+#: Return the time by a clock that is never set, s; all moments of a lease are by this clock.
+#: Where the system can, it counts on while the machine is suspended: time.monotonic() stands
+#: still, so a lease would be trusted after others have taken it.
+boottime: Final[Callable[[], float]] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+    if hasattr(time, "CLOCK_BOOTTIME")
+    else time.monotonic
+)
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)  # looked up at each call: gevent may replace it after this import
+
+
+class Timer:
+    """Calls a function after some seconds, unless cancelled; for half of threading.Timer's CPU."""
+
+    def __init__(self, seconds: float, function: Callable[..., object], args: Any) -> None:
+        self._seconds, self._function, self._args = seconds, function, args
+        self._cancelled = _thread.allocate_lock()
+        self._cancelled.acquire()
+
+    def start(self) -> None:
+        """
+        Begin to wait, on a thread that keeps no process alive.
+
+        Raises:
+            RuntimeError: The system has no thread left, or Python shuts down.
+        """
+        _thread.start_new_thread(self._wait, ())
+
+    def cancel(self) -> None:
+        """Do not call the function, unless that has begun."""
+        self._cancelled.release()
+
+    def _wait(self) -> None:
+        if not self._cancelled.acquire(timeout=self._seconds):
+            self._function(*self._args)
+
+
+@dataclass(slots=True)
+class Clock:
+    """
+    The time of leases, and all waiting for it.
+
+    Attributes:
+        now: Return the time, s.
+        wait: Wait for a notification of a condition, for some seconds at most; return whether
+            it came.
+        sleep: Wait for some seconds.
+        timer: Return a timer, not started, for some seconds, a function and its arguments.
+    """
+
+    now: Callable[[], float] = boottime
+    wait: Callable[[Condition, float], bool] = Condition.wait
+    sleep: Callable[[float], None] = _sleep
+    timer: Callable[..., Timer] = Timer
+
+
+#: The clock of this process. A test may give it other functions, by which it lets time pass.
+clock: Final = Clock()
+
+
+class Renewal(NamedTuple):
+    """A lease to extend, so that it ends ``seconds`` after the store gets the request."""
+
+    name: str
+    token: str
+    seconds: float
+
+
+#: What stores extend: plain tuples will do, because a thousand of them are made faster.
+Renewals: TypeAlias = Sequence[tuple[str, str, float]]
+
+
+class LeaseStore(ABC):
+    """
+    A place that keeps leases. Threads may share it.
+
+    Every method raises :class:`LockBackendError` if the store did not answer;
+    the state of the lease is then not known.
+    """
+
+    #: Whether each thread has its own connection to the store, and has to close it.
+    connects_threads: ClassVar[bool] = False
+    #: How much earlier than requested a lease may end, s. Holders do not trust that last part.
+    early: ClassVar[float] = 0.0
+
+    #: Whether a request may last for ever: a store on another machine has no limit, or the limits
+    #: of its client do not hold in each of its steps.
+    may_hang: ClassVar[bool] = True
+
+    #: Whether the store consists of several servers, which :meth:`part` tells apart.
+    has_parts: ClassVar[bool] = False
+
+    #: Client errors that mean that the store did not answer, or refused the request.
+    client_errors: tuple[type[Exception], ...] = ()
+    #: Patterns of a server's refusals, each with its meaning (a clause) and advice (a
+    #: sentence).
+    refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    #: The store's name in messages, such as ``CACHES["default"] (redis)``.
+    where: str
+
+    @abstractmethod
+    def extend(self, renewals: Renewals, within: float | None = None) -> Sequence[bool | None]:
+        """
+        Extend each lease to end ``seconds`` from now, if its token still holds it.
+
+        The store extends them together if it can. A lease that has expired may be extended if no
+        other holder took it, because nothing else relied on it in between.
+
+        Args:
+            within: Give up if the answer takes longer than this, s, if the store supports
+                that; None: use the timeouts in the cache's settings.
+
+        Returns:
+            Whether each is still held; None: it is, and a transaction has it locked.
+        """
+
+    @abstractmethod
+    def peek(self, name: str) -> HeldLock | None:
+        """Return the lock called ``name``, with its holder; None: it is free."""
+
+    def part(self, name: str) -> object:
+        """
+        Return which of the store's servers keeps a lease; None: not known, or only one server.
+
+        Each server's leases have a renewing thread of their own, so a server that does not answer
+        costs no lease on the other servers. The result may be out of date.
+        """
+        return None
+
+    def renews(self) -> bool:
+        """Return whether the renewing thread can see what this thread acquires now."""
+        return True
+
+    def leave_pool(self) -> None:  # noqa: B027 - most stores share nothing that runs short
+        """Connect this renewing thread outside a pool that lock holders may have used up."""
+
+    def close(self) -> None:  # noqa: B027 - most stores hold nothing
+        """Close this thread's connection to the store, and connections that no thread uses."""
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        """Turn the client's errors into :class:`LockBackendError` for ``action``."""
+        try:
+            yield
+        except self.client_errors as error:
+            raise self.explain(action, error) from error
+
+    def explain(self, action: str, error: Exception) -> CelerySafeError:
+        """Return an error that explains the client's error."""
+        text = describe_error(error)
+        for pattern, (meaning, hint) in self.refusals.items():
+            if re.search(pattern, text):
+                return LockBackendError(self.where, action, f"{meaning} ({text})", hint)
+        return LockBackendError(self.where, action, text)
+
 
 #: A lease is renewed when this part of it has passed.
 RENEW_AFTER: Final = 1 / 3

@@ -20,7 +20,7 @@ from ..transactions import (
     refuse_unmigrated,
 )
 from .holder import HeldLock, plain_name
-from .store import LeaseStore, Renewals
+from .lease import LeaseStore, Renewals
 
 #: Tick of SQLite's clock, s: a lease may end that much earlier.
 CLOCK_TICK: Final = 0.001

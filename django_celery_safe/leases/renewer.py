@@ -22,9 +22,7 @@ from ..emitting import emit_in_background
 from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
 from ..exceptions import LockBackendError
 from ..texts import get_logger
-from .clock import clock
-from .lease import RENEW_AFTER, Lease
-from .store import LeaseStore, Renewal
+from .lease import RENEW_AFTER, Lease, LeaseStore, Renewal, clock
 
 logger = get_logger(__name__)
 #: Shortest pause before a renewal that had to wait for another request, s.

@@ -30,11 +30,9 @@ from ..exceptions import (
     WrongTransaction,
 )
 from ..foreign_errors import ExcInfo
-from ..leases.clock import clock
 from ..leases.holder import HeldLock, describe_holder, holder_text, place_name, place_names
-from ..leases.lease import Lease
+from ..leases.lease import Lease, Renewal, clock
 from ..leases.renewer import renewer
-from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store

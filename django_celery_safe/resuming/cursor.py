@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple, Self
 
 from ..exceptions import ConfigurationError
-from ..leases.claim import Claim
-from ..leases.current import current_claim, own_claims
+from ..leases.claim import Claim, current_claim, own_claims
 from ..values import NotPlain, decode, encode
 
 #: Longest cursor, characters of JSON: each checkpoint writes all of it.

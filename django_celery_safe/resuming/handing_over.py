@@ -14,7 +14,7 @@ from typing import Any
 from celery import signals
 
 from ..delivery.copies import WillBeRedelivered
-from ..leases.current import own_claims
+from ..leases.claim import own_claims
 from ..texts import get_logger
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ from ..delivery.header import Header
 from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..leases.claim import Claim
-from ..leases.clock import clock
+from ..leases.lease import clock
 from .followed import NOTHING
 from .message_table import Claimed, MessageTable, message_table
 

@@ -43,8 +43,8 @@ from ..events import (
 )
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
-from ..leases.clock import clock
 from ..leases.holder import holder_text
+from ..leases.lease import clock
 from ..texts import get_logger
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message

@@ -31,7 +31,7 @@ from django_celery_safe import (
 from django_celery_safe.concurrency import guard
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
-from django_celery_safe.leases.clock import boottime, clock
+from django_celery_safe.leases.lease import boottime, clock
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.concurrency.holders import held_by

@@ -30,9 +30,8 @@ from django_celery_safe import (
     iter_locks,
     release_lock,
 )
-from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.holder import Holder, place_name, place_names
-from django_celery_safe.leases.store import Renewal
+from django_celery_safe.leases.lease import Renewal, clock
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
 from django_celery_safe.locks.stores.local import LocalStore

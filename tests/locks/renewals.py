@@ -1,7 +1,7 @@
 """Leases and their renewals, as a test sees them in the store."""
 
 from django_celery_safe import HeldLock, find_lock
-from django_celery_safe.leases.clock import clock
+from django_celery_safe.leases.lease import clock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from tests.processes import wait_for

@@ -11,9 +11,8 @@ from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, find_lock, release_lock
 from django_celery_safe.leases import renewer as renewing
-from django_celery_safe.leases.lease import Lease
+from django_celery_safe.leases.lease import Lease, Renewal
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.local import LocalStore

@@ -10,7 +10,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe import ConfigurationError, LockNotAcquired, cache_lock
-from django_celery_safe.leases.clock import boottime
+from django_celery_safe.leases.lease import boottime
 from tests.clock import HeldClock
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")

@@ -16,7 +16,7 @@ from pytest_django import Settings
 
 from django_celery_safe import ConfigurationError, LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases.holder import Holder
-from django_celery_safe.leases.store import Renewal
+from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock

@@ -12,7 +12,7 @@ from pytest_django import Settings
 
 from django_celery_safe import batches
 from django_celery_safe.databases import Now
-from django_celery_safe.leases.store import Renewal
+from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending.message_table import NOT_REACHED, Next, message_table

@@ -15,9 +15,8 @@ from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
 from ...exceptions import ConfigurationError
-from ...leases.clock import clock
 from ...leases.holder import HeldLock, Holder
-from ...leases.store import LeaseStore, Renewal
+from ...leases.lease import LeaseStore, Renewal, clock
 
 #: First and longest pause between two tries of a waiter that polls, s.
 FIRST_PAUSE: Final = 0.01

@@ -25,10 +25,9 @@ from django.db.models import F
 
 from ...databases import CLOCKS, MYSQL, ServerMicroseconds
 from ...exceptions import CelerySafeError, WrongTransaction
-from ...leases.clock import clock
 from ...leases.holder import HeldLock, decode_holder, encode_holder, place_names, plain_name
+from ...leases.lease import Renewals, clock
 from ...leases.lease_table import DatabaseLeases
-from ...leases.store import Renewals
 from ...transactions import is_pooled, is_transaction_open
 from .base import Acquired, LockRequest, Store, choose_place
 

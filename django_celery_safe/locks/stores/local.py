@@ -16,9 +16,8 @@ from typing import ClassVar
 from django.conf import settings
 
 from ...exceptions import ConfigurationError
-from ...leases.clock import clock
 from ...leases.holder import HeldLock, place_names
-from ...leases.store import Renewals
+from ...leases.lease import Renewals, clock
 from .base import Acquired, LockRequest, Store, choose_place
 
 

@@ -19,7 +19,7 @@ from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUn
 from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
-from ...leases.store import Renewals
+from ...leases.lease import Renewals
 from .base import Acquired, LockRequest, Store
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from django.core.cache import caches
 
 from ...exceptions import LockBackendError
 from ...leases.holder import HeldLock, encode_holder, plain_name, read_lock
-from ...leases.store import Renewals
+from ...leases.lease import Renewals
 from .base import Acquired, LockRequest, Store
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from ...leases.holder import (
     plain_name,
     split_place,
 )
-from ...leases.store import Renewal, Renewals
+from ...leases.lease import Renewal, Renewals
 from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop
