@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -26,16 +26,28 @@ from kombu.serialization import dumps, loads
 
 from .. import conf
 from ..delivery.call import inner_signature, own_signature
-from ..exceptions import ConfigurationError
+from ..exceptions import ConfigurationError, NotSerializable
 from ..foreign_errors import describe_error
-from .odd_arguments import BY_POSITION, ArgumentsDontFit, find_named, refuse
 from .options import VARIABLE, Key, template_names
 
 #: Takes any arguments: those of a message that something changes before the function gets them.
 _ANY: Final = inspect.signature(lambda *args, **kwargs: None)
 
+#: The kinds of parameters that can be given by position.
+_BY_POSITION: Final = frozenset(
+    {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+)
+
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
+
+_HINT: Final = (
+    'Send its primary key or plain data instead, or choose the arguments that count with key=["…"].'
+)
+
+
+class ArgumentsDontFit(TypeError):
+    """The arguments of a call don't fit the task's signature."""
 
 
 def call_key(
@@ -90,8 +102,8 @@ def call_key(
         if call.arguments.keys() >= set(names):
             call.arguments = {name: call.arguments[name] for name in names}
         else:
-            whole, fits = _signatures(function, bound).whole, call.signature is not _ANY
-            found = find_named(task_name, whole, call, names, is_send=is_send, fits=fits)
+            whole = _signatures(function, bound).whole
+            found = _find_named(task_name, whole, call, names, is_send=is_send)
             rule = conf.UNSET if found is None else rule
             call.arguments = call.arguments if found is None else found
     raw = dict(call.arguments)
@@ -108,15 +120,14 @@ def call_key(
             # Use no value of a default without an encoding, which is not in the message: it is
             # the same in all calls.
             part = encode(name) + encode(call.arguments[name])
-            if is_digest and name in given and _is_added(_values(call, name, value), sent):
+            if is_digest and name in given and _is_added(value, sent):
                 continue
             parts.append(part)
         except (TypeError, RecursionError) as error:
             if name in given and not is_digest:
-                values = _values(call, name, value)
-                if not _is_added(values, sent) or not isinstance(rule, conf.Unset):
-                    raise refuse(task_name, name, value, serializer, error) from error
-                short += values
+                if not _is_added(value, sent) or not isinstance(rule, conf.Unset):
+                    raise _refuse(task_name, name, value, serializer, error) from error
+                short += _parts(value)
             parts.append(encode(name) + "default")
     if short:
         # The value that does not count may have been made of those that the function never got,
@@ -147,19 +158,18 @@ def _key_of_plain(function: Callable[..., Any], bound: bool, args: Sequence[Any]
     return _digest(text)
 
 
-def _values(call: inspect.BoundArguments, name: str, value: Any) -> Sequence[Any]:
-    """Return the values that were given for one parameter: many for ``*args`` and ``**kwargs``."""
-    parameter = call.signature.parameters.get(name)
-    if parameter is not None and parameter.kind is parameter.VAR_POSITIONAL:
-        return tuple(value)
-    if parameter is not None and parameter.kind is parameter.VAR_KEYWORD:
-        return tuple(value.values())
-    return (value,)
+def _parts(value: Any) -> Collection[Any]:
+    """Return the values of which an argument is made: many for ``*args`` and ``**kwargs``."""
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) is tuple else (value,)
 
 
-def _is_added(values: Sequence[Any], sent: Sequence[Any] | None) -> bool:
-    """Return whether one of the values is not from the message."""
-    return sent is not None and not all(_is_among(value, sent) for value in values)
+def _is_added(value: Any, sent: Sequence[Any] | None) -> bool:
+    """Return whether an argument, or a part of it, is not from the message."""
+    if sent is None or _is_among(value, sent):
+        return False
+    return not all(_is_among(part, sent) for part in _parts(value))
 
 
 def _is_among(value: Any, others: Sequence[Any]) -> bool:
@@ -169,16 +179,16 @@ def _is_among(value: Any, others: Sequence[Any]) -> bool:
 def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:
     try:
         return template.format_map({name: _in_order(arguments[name]) for name in arguments})
-    except AttributeError as error:
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        advice = "Leave out the format, or give a list of names."
+        if isinstance(error, AttributeError):
+            advice = (
+                "Arguments are plain data in a key, as in the message: pass what the key needs, "
+                "for example user_id, and write {user_id}."
+            )
         raise ConfigurationError(
             f"The key {template!r} of task {task_name} can't be made from these arguments: "
-            f"{describe_error(error)}. Arguments are plain data in a key, as in the message: pass "
-            f"what the key needs, for example user_id, and write {{user_id}}."
-        ) from error
-    except (TypeError, ValueError, LookupError) as error:
-        raise ConfigurationError(
-            f"The key {template!r} of task {task_name} can't be made from these arguments: "
-            f"{describe_error(error)}. Leave out the format, or give a list of names."
+            f"{describe_error(error)}. {advice}"
         ) from error
 
 
@@ -249,20 +259,18 @@ def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.Bound
     except Exception as error:
         error.add_note(f"Raised by the key function {rule!r} of task {task_name}.")
         raise
-    if key is None:
-        raise ConfigurationError(
-            f"The key function {rule!r} of task {task_name} returned None. Return a str, or any "
-            f"plain value, that is equal for calls that must not run at once."
-        )
     if isinstance(key, str):
         return str(to_wire(str.__str__(key), "json"))
     try:
-        return _digest(encode(to_wire(key, "json")))
+        if key is not None:
+            return _digest(encode(to_wire(key, "json")))
+        failure, returned = None, "None"
     except (TypeError, RecursionError) as error:
-        raise ConfigurationError(
-            f"The key function {rule!r} of task {task_name} returned {error}. Return a str, or any "
-            f"plain value, that is equal for calls that must not run at once."
-        ) from error
+        failure, returned = error, str(error)
+    raise ConfigurationError(
+        f"The key function {rule!r} of task {task_name} returned {returned}. Return a str, or any "
+        f"plain value, that is equal for calls that must not run at once."
+    ) from failure
 
 
 def _is_plain(value: Any) -> bool:
@@ -307,6 +315,78 @@ def _bind(
         raise ArgumentsDontFit(*error.args) from error
 
 
+def _find_named(
+    task_name: str,
+    whole: inspect.Signature,
+    call: inspect.BoundArguments,
+    names: Sequence[str],
+    *,
+    is_send: bool,
+) -> dict[str, Any] | None:
+    """
+    Return the named arguments of a call; None: a message that is sent does not have them.
+
+    A decorator with ``*args`` and ``**kwargs`` may add arguments before those of the call, or by
+    name. So an argument of the call that is given by position is the named one only if no other
+    could be.
+
+    Args:
+        whole: The signature that has the names.
+
+    Raises:
+        ArgumentsDontFit: The call does not have them.
+        ConfigurationError: A name is the task itself; or it is not certain which argument it is.
+    """
+    for name in names:
+        if name not in call.arguments and name not in whole.parameters:
+            raise ConfigurationError(
+                f"The key of task {task_name} names {name!r}, which is the task itself (bind=True) "
+                f"and the same in all calls. Leave it out."
+            )
+    given, positional = dict(call.arguments), ()
+    for name in call.arguments:
+        kind = call.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            positional = given.pop(name)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name)
+    rest = [one for name, one in whole.parameters.items() if name not in given]
+    places = [one.name for one in rest if one.kind in _BY_POSITION]
+    defaults = {one.name: one.default for one in rest if one.default is not one.empty}
+    readings = []
+    for added in range(len(places) - len(positional) + 1):
+        values = {**defaults, **dict(zip(places[added:], positional, strict=False)), **given}
+        if values.keys() >= set(names):
+            readings.append([values[name] for name in names])
+    if readings and all(one == readings[0] for one in readings):
+        return dict(zip(names, readings[0], strict=True))
+    if is_send and (not readings or call.signature is _ANY):
+        return None
+    if not readings:
+        raise ArgumentsDontFit(f"an argument of the key is missing: {', '.join(names)}")
+    raise ConfigurationError(
+        f"The key of task {task_name} names {', '.join(names)}, but a decorator below adds "
+        f"arguments, so it is not certain which of {positional!r:.100} that is. Pass the arguments "
+        f"of the key by name, or put that decorator above."
+    )
+
+
+def _refuse(
+    task_name: str, name: str, value: Any, serializer: str, error: Exception
+) -> ConfigurationError | NotSerializable:
+    """Return the error for an argument that has no encoding, although the key needs it."""
+    if isinstance(error, TypeError):
+        with suppress(Exception):  # serializers raise what they like
+            dumps(value, serializer)
+            return ConfigurationError(
+                f"The key of task {task_name} can't be made of its argument {name}, which is or "
+                f"holds {error}: the serializer {serializer!r} can send it, but it has no form "
+                f"that is surely the same for equal values. Choose the arguments that count with "
+                f'key=["…"], or make a text of it yourself with key=lambda …: ….'
+            )
+    return NotSerializable(task_name, name, str(error), _HINT)
+
+
 class _Signatures(NamedTuple):
     """
     The signatures by which the arguments of a function get their names.
@@ -334,7 +414,7 @@ def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
     if len(named) == len(own.parameters) or not named <= whole.parameters.keys():
         whole = own
     kinds = {parameter.kind for parameter in whole.parameters.values()}
-    if not kinds <= BY_POSITION:
+    if not kinds <= _BY_POSITION:
         return _Signatures(own, whole, None, None)
     names = tuple(whole.parameters)
     return _Signatures(own, whole, names, tuple(map(encode, names)))
