@@ -3,10 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -31,19 +31,8 @@ class _Wait:
 class _Timer:
     """A function that is to be called at a moment."""
 
-    timers: list["_Timer"]
     ends_at: float
-    function: Callable[..., object]
-    args: Sequence[Any]
-
-    def start(self) -> None:
-        """Begin to wait."""
-        self.timers.append(self)
-
-    def cancel(self) -> None:
-        """Wait no more."""
-        with suppress(ValueError):
-            self.timers.remove(self)
+    function: Callable[[], object]
 
 
 class HeldClock:
@@ -76,9 +65,15 @@ class HeldClock:
         self.advance(seconds)
         time.sleep(0)
 
-    def timer(self, seconds: float, function: Callable[..., object], args: Sequence[Any]) -> _Timer:
-        """Return what calls a function when the time has been advanced by so many seconds."""
-        return _Timer(self._timers, self._time + seconds, function, args)
+    def call_later(self, seconds: float, function: Callable[[], object]) -> Callable[[], object]:
+        """Call a function when the time has been advanced by so many seconds."""
+        timer = _Timer(self._time + seconds, function)
+        self._timers.append(timer)
+        return partial(self._cancel, timer)
+
+    def _cancel(self, timer: _Timer) -> None:
+        with suppress(ValueError):
+            self._timers.remove(timer)
 
     def advance(self, seconds: float) -> None:
         """Let time pass: all threads act in between as soon as it is time for that."""
@@ -99,8 +94,8 @@ class HeldClock:
                     wait.is_over = True
                     wait.condition.notify_all()
         for timer in [timer for timer in self._timers if timer.ends_at <= self._time]:
-            timer.cancel()
-            timer.function(*timer.args)
+            self._cancel(timer)
+            timer.function()
         if settle:
             self._settle()
 
@@ -139,7 +134,7 @@ def held_clock() -> Iterator[HeldClock]:
     """Hold the clock of this process during the block."""
     held = HeldClock()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("now", "wait", "sleep", "timer"):
+        for name in ("now", "wait", "sleep", "call_later"):
             patch.setattr(clock_of_leases, name, getattr(held, name))
         held.look_again()
         yield held

@@ -41,30 +41,17 @@ def _sleep(seconds: float) -> None:
     time.sleep(seconds)  # looked up at each call: gevent may replace it after this import
 
 
-class Timer:
-    """Calls a function after some seconds, unless cancelled; for half of threading.Timer's CPU."""
+def _call_later(seconds: float, function: Callable[[], object]) -> Callable[[], None]:
+    # For half of threading.Timer's CPU.
+    is_cancelled = _thread.allocate_lock()
+    is_cancelled.acquire()
 
-    def __init__(self, seconds: float, function: Callable[..., object], args: Any) -> None:
-        self._seconds, self._function, self._args = seconds, function, args
-        self._cancelled = _thread.allocate_lock()
-        self._cancelled.acquire()
+    def wait() -> None:
+        if not is_cancelled.acquire(timeout=seconds):
+            function()
 
-    def start(self) -> None:
-        """
-        Begin to wait, on a thread that keeps no process alive.
-
-        Raises:
-            RuntimeError: The system has no thread left, or Python shuts down.
-        """
-        _thread.start_new_thread(self._wait, ())
-
-    def cancel(self) -> None:
-        """Do not call the function, unless that has begun."""
-        self._cancelled.release()
-
-    def _wait(self) -> None:
-        if not self._cancelled.acquire(timeout=self._seconds):
-            self._function(*self._args)
+    _thread.start_new_thread(wait, ())
+    return is_cancelled.release
 
 
 @dataclass(slots=True)
@@ -77,13 +64,14 @@ class Clock:
         wait: Wait for a notification of a condition, for some seconds at most; return whether
             it came.
         sleep: Wait for some seconds.
-        timer: Return a timer, not started, for some seconds, a function and its arguments.
+        call_later: Call a function after some seconds, on a thread that keeps no process alive;
+            return what cancels that.
     """
 
     now: Callable[[], float] = boottime
     wait: Callable[[Condition, float], bool] = Condition.wait
     sleep: Callable[[float], None] = _sleep
-    timer: Callable[..., Timer] = Timer
+    call_later: Callable[[float, Callable[[], object]], Callable[[], object]] = _call_later
 
 
 #: The clock of this process. A test may give it other functions, by which it lets time pass.

@@ -12,8 +12,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -25,16 +25,14 @@ from ..texts import get_logger
 from .lease import RENEW_AFTER, Lease, LeaseStore, Renewal, clock
 
 logger = get_logger(__name__)
-#: Shortest pause before a renewal that had to wait for another request, s.
-SHORTEST_PAUSE: Final = 0.05
 #: A failed renewal is retried when this part of the lease has passed since the failed request.
 RETRY_AFTER: Final = 1 / 10
 #: A thread waits for an answer for this part of its shortest lease at most, if the store can.
 ANSWER_WITHIN: Final = 1 / 3
 #: A thread that is still in its request after this part of its shortest lease is replaced.
 HANGS_AFTER: Final = 2 / 5
-#: After that many replacements without an answer, the pause before the next try grows no more.
-LONGEST_BACKOFF: Final = 4
+#: Pause before a replacement renews leases that are over, in leases.
+BACKOFF: Final = 2
 #: A lease is renewed up to this fraction of its length early, so that one request renews many.
 BATCH_WINDOW: Final = 1 / 20
 #: How long a thread without leases waits for a new lease before it ends, s.
@@ -99,15 +97,15 @@ class Renewer:
         """
         Ask the store for a lease of ``seconds`` from now; return whether it is still ours.
 
-        It waits for no renewal, whose answer may take longer. If the length changes, the lease is
-        not renewed until it is added again.
+        If the length changes, it waits for a renewal under way, unless that hangs, and the lease
+        is not renewed until it is added again.
         """
-        before, lane = lease.seconds, None
-        with self.mutex:
-            # Of two requests for different lengths, the store may get either one last.
-            if seconds != before:
+        before, lane, hangs = lease.seconds, None, False
+        if seconds != before:
+            with self.mutex:
                 lane = self.drop(lease)
-            overlaps = self._is_renewing(lease)
+            # Of two requests for different lengths, the store may get either one last.
+            hangs = not self.finish_renewal(lease)
         asked_at = clock.now()
         # If the answer is lost, the lease has the old or the new length: trust the shorter.
         lease.seconds = min(before, seconds)
@@ -118,12 +116,12 @@ class Renewer:
             lease.renew_at = min(lease.renew_at, asked_at + lease.seconds * RETRY_AFTER)
             raise
         with self.mutex:
-            if outcome and seconds != before:
+            if outcome and asked_at >= lease.asked_at:
                 lease.seconds = seconds
-                # The store may have got the renewal under way last: trust the shorter until then.
-                lease.began(asked_at - max(0.0, seconds - before) * overlaps)
-            elif outcome and asked_at > lease.asked_at:
                 lease.began(asked_at)
+                if hangs:  # trust the shorter length until its thread was replaced
+                    lease.asked_at -= max(0.0, seconds - before)
+                    lease.renew_at = min(lease.renew_at, asked_at + before * RENEW_AFTER)
             elif not outcome and lane is not None:
                 lane.close_if_idle()
         return bool(outcome)
@@ -137,15 +135,15 @@ class Renewer:
                         self.drop(lease)
                     lane.close_if_idle()
 
-    def finish_renewal(self, lease: Lease[Any]) -> None:
-        """Wait until the renewal of a removed lease has ended; a renewal that hangs is left."""
-        with self.mutex:
-            longest = min(lease.seconds * HANGS_AFTER, LONGEST_FINISH)
-            self.changed.wait_for(lambda: not self._is_renewing(lease), longest)
+    def finish_renewal(self, lease: Lease[Any]) -> bool:
+        """Wait until the renewal of a removed lease has ended; return False if it hangs."""
 
-    def _is_renewing(self, lease: Lease[Any]) -> bool:
-        # Of any lane: the lease may have left the lane that is renewing it.
-        return any(lease in leases for leases in self.renewing.values())
+        def is_over() -> bool:
+            # In any lane: the lease has left the lane that is renewing it.
+            return not any(lease in leases for leases in self.renewing.values())
+
+        with self.mutex:
+            return self.changed.wait_for(is_over, min(lease.seconds * HANGS_AFTER, LONGEST_FINISH))
 
 
 class Lane:
@@ -168,8 +166,6 @@ class Lane:
         self.is_connected = False
         #: Stands for the requests of one turn; None: the thread is in no request.
         self._turn: object = None
-        #: How many threads in a row were replaced before this one, without an answer.
-        self._replaced = 0
 
     def add(self, lease: Lease[Any]) -> None:
         """Start renewing a lease."""
@@ -232,22 +228,21 @@ class Lane:
         if is_idle:
             self._close()
         if due:
-            with self._watched(shortest * HANGS_AFTER):
-                self._renew(due, shortest * ANSWER_WITHIN)
+            self._renew_watched(due, shortest)
         return True
 
-    @contextmanager
-    def _watched(self, longest: float) -> Iterator[None]:
-        """Replace this thread if the block takes longer than ``longest`` seconds."""
+    def _renew_watched(self, leases: Sequence[Lease[Any]], shortest: float) -> None:
+        """Extend leases; another thread replaces this one if the request hangs."""
+        longest, cancel = shortest * HANGS_AFTER, None
         self._turn = turn = object()
-        watch = clock.timer(longest, self._replace, [turn, longest])
         if self._store.may_hang:
             with suppress(RuntimeError):  # the system has no thread left, or Python shuts down
-                watch.start()
+                cancel = clock.call_later(longest, partial(self._replace, turn, longest))
         try:
-            yield
+            self._renew(leases, shortest * ANSWER_WITHIN)
         finally:
-            watch.cancel()
+            if cancel is not None:
+                cancel()
             with self._mutex:
                 self._turn = None
                 replaced = self._thread is not threading.current_thread()
@@ -267,13 +262,11 @@ class Lane:
             if not self.leases:
                 return
             lane = self._renewer.lanes[self._key] = Lane(self._renewer, self._key)
-            lane._replaced = self._replaced + 1
             leases, self.leases, now = self.leases, set(), clock.now()
             for lease in leases:
-                # At once while there is something to lose. If the store hangs on each new
-                # connection, there must not be ever more of them.
-                pause = 0.0 if lease.remaining else lease.seconds
-                lease.renew_at = now + pause * min(self._replaced, LONGEST_BACKOFF)
+                # At once while there is something to lose; later, if the store hangs on each new
+                # connection, there must not be too many of them.
+                lease.renew_at = now if lease.remaining else now + lease.seconds * BACKOFF
                 lease.lane = lane
                 with suppress(RuntimeError):
                     lane.add(lease)
@@ -306,14 +299,7 @@ class Lane:
         """Extend leases in one request."""
         with self._mutex:
             # Skip leases that were removed in between: the holder may have locked the row.
-            ours = [lease for lease in leases if lease.lane is self]
-            # Later, those with a request of another lane under way: the store may get it last.
-            busy = set[Lease[Any]]().union(*self._renewer.renewing.values())
-            leases = [lease for lease in ours if lease not in busy] if busy else ours
-            for lease in busy.intersection(ours):
-                pause = max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
-                lease.renew_at = clock.now() + pause
-                self._wakes_at = min(self._wakes_at, lease.renew_at)
+            leases = [lease for lease in leases if lease.lane is self]
             asked = [(lease.name, lease.token, lease.seconds) for lease in leases]
             along = filter(None, [lease.along for lease in leases])
             self._renewer.renewing[self] = leases
@@ -332,7 +318,6 @@ class Lane:
                 self._renewer.changed.notify_all()
         missed, lost = list[str](), list[Lease[Any]]()
         with self._mutex:
-            self._replaced = self._replaced if failure else 0
             for lease, (_, _, length), extended in zip(leases, asked, outcomes, strict=True):
                 if extended:
                     # Not if its holder gave it another length, or a later request was answered.
