@@ -23,6 +23,9 @@ CALL_OPTIONS: Final = ("key", "lock", "on_conflict", "timeout", "blocking_timeou
 #: Those of CALL_OPTIONS that are durations.
 _CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay")
 
+#: Options that only one ``on_conflict`` has.
+_ONLY_WITH: Final = {"retry_delay": "retry", "blocking_timeout": "wait"}
+
 #: Conversions allowed after a "!" in a format string's field; None: there is no "!".
 _CONVERSIONS: Final = (None, "r", "s", "a")
 
@@ -71,15 +74,17 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         ConfigurationError: An option is not valid, or two contradict each other.
     """
     on_conflict = given.get("on_conflict", "skip")
-    retry_delay = given.get("retry_delay", conf.UNSET)
     _check_choice("on_conflict", on_conflict, get_args(OnConflict))
-    if not isinstance(retry_delay, conf.Unset) and on_conflict != "retry":
-        raise ConfigurationError(
-            f"retry_delay={retry_delay!r} has no meaning with on_conflict={on_conflict!r}, which "
-            f'never retries. Leave it out, or set on_conflict="retry".'
-        )
-    patience = _checked_patience(given.get("blocking_timeout", conf.UNSET), on_conflict)
-    delay = RETRY_DELAY if isinstance(retry_delay, conf.Unset) else retry_delay
+    for name, way in _ONLY_WITH.items():
+        value = given.get(name, conf.UNSET)
+        if not isinstance(value, conf.Unset) and way != on_conflict:
+            raise ConfigurationError(
+                f"{name}={value!r} has no meaning with on_conflict={on_conflict!r}. Leave it out, "
+                f'or set on_conflict="{way}".'
+            )
+    patience, timeout = given.get("blocking_timeout", conf.UNSET), given.get("timeout", conf.UNSET)
+    delay = given.get("retry_delay", conf.UNSET)
+    delay = RETRY_DELAY if isinstance(delay, conf.Unset) else delay
     unique_until = _checked_unique(given.get("unique_until"))
     limit = conf.lock_limit(given.get("limit", 1))
     if limit > 1 and unique_until == "end":
@@ -92,9 +97,9 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         lock=_checked_lock(given.get("lock", conf.UNSET)),
         limit=limit,
         on_conflict=on_conflict,
-        timeout=_seconds_or_unset(given.get("timeout", conf.UNSET), "timeout"),
+        timeout=_seconds_or_unset(timeout, "timeout"),
         retry_delay=conf.LEASE.seconds(delay, "retry_delay"),
-        blocking_timeout=patience,
+        blocking_timeout=_checked_patience(patience) if on_conflict == "wait" else 0.0,
         unique_until=unique_until,
     )
 
@@ -140,7 +145,7 @@ def options_of_call(options: Options, given: Any) -> Options:
     check_call_options(given)
     way, as_task = given.get("on_conflict", options.on_conflict), options._asdict()
     # Leave out options of the task that don't fit this call's on_conflict.
-    for name, fits in (("blocking_timeout", "wait"), ("retry_delay", "retry")):
+    for name, fits in _ONLY_WITH.items():
         if not way == options.on_conflict == fits:
             del as_task[name]
     return make_options(**{**as_task, **given})
@@ -273,15 +278,8 @@ def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:
     return conf.UNSET if isinstance(value, conf.Unset) else conf.LEASE.seconds(value, what)
 
 
-def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
+def _checked_patience(blocking_timeout: Any) -> float:
     unset = isinstance(blocking_timeout, conf.Unset)
-    if on_conflict != "wait":
-        if unset:
-            return 0.0
-        raise ConfigurationError(
-            f"blocking_timeout={blocking_timeout!r} has no meaning with on_conflict="
-            f'{on_conflict!r}, which never waits. Leave it out, or set on_conflict="wait".'
-        )
     seconds = None if unset else conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
     if not seconds or math.isinf(seconds):
         given = "no blocking_timeout" if unset else f"blocking_timeout={blocking_timeout!r}"

@@ -34,7 +34,7 @@ from ..foreign_errors import describe_error, find_shutdown
 from ..texts import get_logger
 from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from ..values import NotPlain, encode
-from .holder import HeldLock, describe_claimer, holder_text
+from .holder import HeldLock, describe_holder, encode_holder, holder_text
 from .lease import Lease, clock
 from .lease_table import LeaseTable
 from .renewer import renewer
@@ -175,8 +175,7 @@ class Claim(ABC):
 
     def is_done(self, *, patient: bool = True) -> bool:
         """Return whether the row says that this claim has finished the work."""
-        rows, token = self._rows(), self.token
-        return bool(self.ask(lambda: rows.is_done_by(token), patient=patient))
+        return bool(self.ask(partial(self._rows().is_done_by, self.token), patient=patient))
 
     def _encode(self, result: Any) -> str:
         """
@@ -231,7 +230,7 @@ class Claim(ABC):
             )
         # A block that is open now is TestCase's: what it writes is not visible to other threads.
         self._renews = not connections[alias].in_atomic_block
-        return describe_claimer(self.key, task, request, self._renews)
+        return encode_holder(self.key, describe_holder(task, request, self._renews))
 
     def begin(self) -> None:
         """Start renewing the lease; the row has already been claimed."""
@@ -329,13 +328,15 @@ class Claim(ABC):
         so no other process can start the work, and for at most one lease length. If not
         ``patient``, or before :meth:`begin`, it is retried only once, immediately.
         """
-        connection, begun_at, pause = connections[self.table.alias], clock.now(), 0.0
+        connection, lease, begun_at = connections[self.table.alias], self.lease, clock.now()
+        pause = left = 0.0
         while True:
             try:
                 return statement()
             except DISCONNECTED as error:
-                has_ended = not patient or self._left(begun_at) <= pause
-                if connection.in_atomic_block or (pause and has_ended):
+                if lease is not None and patient:
+                    left = min(lease.remaining, begun_at + lease.seconds - clock.now())
+                if connection.in_atomic_block or (pause and left <= pause):
                     raise
                 failure = describe_error(error)
             if pause:
@@ -345,12 +346,6 @@ class Claim(ABC):
             pause = min(2 * pause or SHORTEST_PAUSE, LONGEST_PAUSE)
             # The connection may be dead, or its server may not accept writes any more.
             connection.close()
-
-    def _left(self, begun_at: float) -> float:
-        """Return for how many seconds a statement that began then may be retried."""
-        if self.lease is None:
-            return 0.0
-        return min(self.lease.remaining, begun_at + self.lease.seconds - clock.now())
 
     def end_by(
         self, write: Callable[[], bool], is_written: Callable[[], bool], *, patient: bool = True
@@ -402,10 +397,8 @@ class Claim(ABC):
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
-            ours = self.ask(
-                # It may be repeated, because the answer of an attempt that was written was lost.
-                lambda: self._write_done(text) or bool(self._rows().is_done_by(self.token))
-            )
+            is_done = partial(self._rows().is_done_by, self.token)
+            ours = self.end_by(lambda: self._write_done(text), is_done)
             self._is_committed = ours and not self._is_left_open()
         if not ours:
             self.raise_lost()

@@ -247,18 +247,15 @@ def describe_arguments(args: object, kwargs: object) -> str | None:
     """
     if not (isinstance(args, str) and isinstance(kwargs, str)) or not conf.get("SHOW_ARGUMENTS"):
         return None
-    text = args if kwargs in NO_ARGUMENTS else f"{args} {kwargs}"
-    if args in NO_ARGUMENTS:
-        text = "()" if kwargs in NO_ARGUMENTS else kwargs
+    text = " ".join(shown for shown in (args, kwargs) if shown not in NO_ARGUMENTS) or "()"
     return text if len(text) <= LONGEST_ARGUMENTS else f"{text[: LONGEST_ARGUMENTS - 1]}…"
 
 
 def encode_holder(name: str, holder: Holder, limit: int = 1) -> str:
     """Return the lock's name, its holder and its limit as JSON for the store."""
     # Built by hand, in a fifth of the time of json.dumps: this runs at every acquisition.
-    task = "null" if holder.task is None else _quoted(holder.task)
-    task_id = "null" if holder.task_id is None else _quoted(holder.task_id)
-    arguments = "null" if holder.arguments is None else _quoted(holder.arguments)
+    texts = (holder.task, holder.task_id, holder.arguments)
+    task, task_id, arguments = ["null" if text is None else _quoted(text) for text in texts]
     # Whole milliseconds: the text of a float takes as long as all of the rest.
     lease = "null" if holder.lease is None else round(holder.lease * 1000)
     more = "" if limit == 1 else f",{limit}"
@@ -270,14 +267,32 @@ def encode_holder(name: str, holder: Holder, limit: int = 1) -> str:
 
 #: Errors for text that this app did not write; RecursionError for deeply nested brackets.
 GARBLED: Final = (ValueError, TypeError, RecursionError)
+#: The types of all fields that this app writes.
+_WRITTEN: Final = frozenset(
+    product(
+        (str,), (str,), (int,), (int,), (bool,), *[(str, NoneType)] * 3, (int, NoneType), (int,)
+    )
+)
 
 
 def decode_holder(text: str, lock: HeldLock) -> HeldLock:
     """Return ``lock`` with the name and holder in the text; unchanged if the text is garbled."""
     try:
-        return _described(lock, json.loads(text))
+        # In a rolling deployment, a newer version may write more fields.
+        fields = [*json.loads(text), 1][:10]
     except GARBLED:
         return lock
+    # One look-up of all types takes half the time of a check of each field.
+    if tuple(map(type, fields)) not in _WRITTEN:
+        return lock
+    name, host, pid, since, renewed, task, task_id, shown, lease, limit = fields
+    if not (0 <= since < LATEST and 0 <= (lease or 0) <= conf.LONGEST_LEASE * 1000):
+        return lock
+    if shown is not None and not conf.get("SHOW_ARGUMENTS"):
+        shown = None
+    seconds = lease / 1000 if lease else None
+    holder = Holder(host, pid, since / 1000, renewed, task, task_id, shown, seconds)
+    return lock._replace(name=name, holder=holder, limit=limit)
 
 
 def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
@@ -286,34 +301,7 @@ def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
     return decode_holder(text[TOKEN_LENGTH:], lock)
 
 
-#: The types of all fields that this app writes.
-_WRITTEN: Final = frozenset(
-    product((str,), (str,), (int,), (int,), (bool,), *[(str, NoneType)] * 3, (int, NoneType))
-)
-
-
-def _described(lock: HeldLock, fields: list[Any]) -> HeldLock:
-    # In a rolling deployment, a newer version may write more fields.
-    *facts, limit = [*fields, 1][:10]
-    # One look-up of all types takes half the time of a check of each field.
-    if tuple(map(type, facts)) not in _WRITTEN or type(limit) is not int:
-        raise TypeError("not written by this app")
-    name, host, pid, since, renewed, task, task_id, shown, lease = facts
-    if not (0 <= since < LATEST and (lease is None or 0 < lease <= conf.LONGEST_LEASE * 1000)):
-        raise ValueError("not written by this app")
-    seconds = None if lease is None else lease / 1000
-    if shown is not None and not conf.get("SHOW_ARGUMENTS"):
-        shown = None
-    holder = Holder(host, pid, since / 1000, renewed, task, task_id, shown, seconds)
-    return lock._replace(name=name, holder=holder, limit=limit)
-
-
 HOST: Final = socket.gethostname()
-
-
-def describe_claimer(name: str, task: Any, request: Any, renewed: bool) -> str:
-    """Return the text of a row that this process and its task (None: no task) claim."""
-    return encode_holder(name, describe_holder(task, request, renewed))
 
 
 def describe_holder(task: Any, request: Any, renewed: bool, lease: float | None = None) -> Holder:
@@ -324,10 +312,9 @@ def describe_holder(task: Any, request: Any, renewed: bool, lease: float | None 
         lease: Length of the lease, s, of a lock, whose holder has the task's arguments too; None:
             it is none.
     """
-    pid, since = process.pid, time.time()
+    pid, since, shown = process.pid, time.time(), None
     if task is None:
         return Holder(HOST, pid, since, renewed, lease=lease)
-    shown = None
     if lease is not None:
         # Only messages have these attributes.
         shown = describe_arguments(
