@@ -206,8 +206,6 @@ def get_lock_name(
     header: Header,
     args: Args | None = None,
     kwargs: Kwargs = MappingProxyType({}),
-    *,
-    sent: Args | None = (),
 ) -> str:
     """
     Return the name of one run's lock.
@@ -216,7 +214,6 @@ def get_lock_name(
         message: The message that the task runs for; None: there is no message.
         header: The message's header.
         args, kwargs: The arguments of the call; None: those of the message.
-        sent: The values that need an encoding if there is no message; None: all of them.
     """
     task_name = name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
@@ -227,6 +224,7 @@ def get_lock_name(
         message is None or is_as_sent(message, args or (), kwargs) or is_of_message(task, args)
     ):
         args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
+        sent: Args = ()  # without a message, no value needs an encoding
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
         key = call_key(
@@ -257,7 +255,7 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
             f"Decorate it, or give the name of the lock that it takes itself."
         )
     args = (task, *args) if guarded.bound else args
-    return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs, sent=None)
+    return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs)
 
 
 def _emit_duplicate(task: Any, request: Context, header: Header) -> None:

@@ -136,15 +136,13 @@ class SentLock:
         elif is_carried:
             self._lease = run_lease
             run_lease.along = Renewal(self.name, self.token, run_lease.seconds)
-        elif run_lease.lock is not None:
-            self._renew(run_lease.seconds)
+        else:
+            self.renew(run_lease.seconds)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds``, until the end of a run."""
-        if self._store.renews():
-            self._renew(seconds)
-
-    def _renew(self, seconds: float) -> None:
+        if not self._store.renews():
+            return
         renewal, alive = Renewal(self.name, self.token, seconds), weakref.ref(self)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         lease = Lease(
