@@ -6,7 +6,7 @@ A send:
     → ``sending.deduplicate`` → ``sent`` (takes the message's lock)
 
 A run:
-    ``decorator`` → ``guard`` → ``keys`` → ``locks`` (takes the run's lock)
+    ``guard`` → ``keys`` → ``locks`` (takes the run's lock)
     → ``sent`` (renews the message's lock too) → the function → ``locks`` (frees the run's lock)
     → ``delivery.copies`` (marks the end for a waiting copy) → ``sent`` (frees the message's lock)
 
@@ -15,6 +15,6 @@ A run that finds the lock held does what ``options`` say, or is re-sent by
 their locks.
 """
 
-from .decorator import single_instance
+from .guard import single_instance
 
 __all__ = ["single_instance"]

@@ -1,4 +1,6 @@
-"""How a single-instance task runs: take the lock, or do what ``on_conflict`` says."""
+"""
+:func:`single_instance`, and how its task runs: take the lock, or do what ``on_conflict`` says.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +11,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 from celery.app.task import Context
 
 from .. import conf
-from ..delivery.call import (
-    Args,
-    Function,
-    Kwargs,
-    find_call,
-    is_as_sent,
-    is_of_message,
-    layers,
-    name_of,
-    own_signature,
-    run_for,
-    sent_arguments,
-    show_signature,
-)
-from ..delivery.copies import (
-    OWN_RUN_WAIT,
-    Rejected,
-    drop_if_run_ended,
-    marking_end,
-    requeue_self,
-    resend_later,
-)
+from ..delivery import call, copies
+from ..delivery.call import Args, Function, Kwargs
 from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
@@ -43,10 +25,22 @@ from ..leases.holder import holder_text
 from ..leases.lease import Renewal
 from ..locks import CacheLock, HeldLock
 from ..locks.lock import LockOptions, Mine
+from ..locks.misuse import refuse_misplaced
 from ..locks.stores import get_store
 from ..texts import get_logger
 from .keys import call_key
-from .options import CALL_OPTIONS, DEFAULTS, Options, options_of_call
+from .options import (
+    CALL_OPTIONS,
+    DEFAULTS,
+    GivenOptions,
+    Key,
+    OnConflict,
+    Options,
+    UniqueUntil,
+    check_key_names,
+    make_options,
+    options_of_call,
+)
 from .sent import SentLock, find_sent
 
 logger = get_logger(__name__)
@@ -54,21 +48,132 @@ logger = get_logger(__name__)
 #: Part of ``retry_delay`` that is added at random, so that many runs don't retry at once.
 JITTER: Final = 0.25
 
-#: Calls the task's function with the arguments of one run.
-Call: TypeAlias = Callable[[], Any]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def run_alone(function: Function, options: Options) -> Function:
+@overload
+def single_instance(function: Callable[P, T], /) -> Callable[P, T | None]: ...
+@overload
+def single_instance(
+    **options: Unpack[GivenOptions],
+) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
+def single_instance(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    key: Key | conf.Unset = conf.UNSET,
+    lock: str | conf.Unset = conf.UNSET,
+    limit: int = 1,
+    on_conflict: OnConflict = "skip",
+    timeout: conf.Duration | conf.Unset = conf.UNSET,
+    retry_delay: conf.Duration | conf.Unset = conf.UNSET,
+    blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
+    unique_until: UniqueUntil | conf.Duration | None = None,
+) -> Any:
+    """
+    Allow one run of a task at a time, for each key, on any number of machines.
+
+    Put it below ``@shared_task``, with or without options, on any Celery task. The
+    lock is held from the start of the run until the run ends, in whatever way, and
+    is freed within one lease if the process dies. It does not prevent one run
+    after another: to do something only once, see ``do_once``.
+
+    A message that finds the lock held under its own task id (because it was redelivered, or
+    is a retry) is never skipped: it is redelivered when the lease has expired.
+
+    Args:
+        key: Which calls count as the same. Unset: calls with equal arguments. A
+            format string over argument names (``"{feed_url}"``), which appears
+            unhashed in the lock's name; a list of argument names, hashed
+            (``[]``: all calls); or a function of the task's arguments that
+            returns a str, used unchanged, or any plain value, hashed.
+        lock: The part before the key in the lock's name; unset: the task's name. Tasks
+            with the same ``lock`` and equal keys exclude each other, including when they
+            are sent.
+        limit: How many runs may overlap, from 1 to 1,000, as for ``cache_lock``.
+        on_conflict: The behaviour of a run if another run holds the lock or, with a ``limit``,
+            if that many other runs do. ``"skip"``: returns None, so chains and chords continue.
+            ``"retry"``: is retried after ``retry_delay``, without using up ``max_retries``.
+            ``"wait"``: waits up to ``blocking_timeout``, occupying its worker slot, then
+            raises ``AlreadyRunning``. ``"reject"``: raises Celery's ``Reject``, which is
+            recorded as a failure. ``"raise"``: raises ``AlreadyRunning``.
+        timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``. It is renewed while
+            the task runs.
+        retry_delay: Seconds or timedelta before the retry, plus up to a quarter of
+            that as jitter; unset: 5 s. At most half the broker's
+            ``visibility_timeout``. Only with ``on_conflict="retry"``.
+        blocking_timeout: Longest time to wait, seconds or timedelta above 0.
+            Required with ``on_conflict="wait"``, and only allowed there.
+        unique_until: Also deduplicate sends: a second send is a duplicate until the first
+            message has started (``"start"``) or ended (``"end"``). Seconds or timedelta: any send
+            within that time after the first send is a duplicate, whatever happens to the first
+            message. None: each send is published. Needs ``base=SafeTask``. Combine ``"start"``
+            with ``on_conflict="retry"``, so that a message sent during a run runs afterwards;
+            with ``"skip"`` it would be lost. A duplicate send returns the result of the message
+            already sent, with ``is_duplicate`` True; in a chain, chord or group, or with a link,
+            the duplicate is published anyway, and its run returns None.
+
+    Raises:
+        TypeError: The decorator is above ``@shared_task``.
+        ConfigurationError: Options contradict each other, or the key names something that
+            is not an argument.
+
+    Example:
+        >>> from celery import shared_task
+        >>> from django_celery_safe import SafeTask, single_instance
+        >>> @shared_task(base=SafeTask)
+        ... @single_instance(key="{feed_url}")
+        ... def import_feed(feed_url): ...
+
+    Source:
+        The Celery task cookbook, "Ensuring a task is only executed one at a time".
+    """
+    options = make_options(
+        key=key,
+        lock=lock,
+        limit=limit,
+        on_conflict=on_conflict,
+        timeout=timeout,
+        retry_delay=retry_delay,
+        blocking_timeout=blocking_timeout,
+        unique_until=unique_until,
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        refuse_misplaced(function, "@single_instance", "its lock would be freed")
+        check_key_names(function, options.key)
+        return _run_alone(function, options)
+
+    return decorate if function is None else decorate(function)
+
+
+def refuse_lock_below(function: Any, decorator: str) -> None:
+    """
+    Refuse to decorate what ``@single_instance`` has decorated.
+
+    Raises:
+        TypeError: It has: a run that was skipped because the lock was held would count as done.
+    """
+    if any(hasattr(layer, "single_instance") for layer in call.layers(function)):
+        raise TypeError(
+            f"{decorator} stands above @single_instance of {function.__qualname__}: a run that "
+            f"met the lock and was skipped would count as done. Put it below."
+        )
+
+
+def _run_alone(function: Function, options: Options) -> Function:
     """Return ``function`` so that each call takes its lock, or does what ``on_conflict`` says."""
 
     unbound, of_task = [Guarded(function, options, bound) for bound in (False, True)]
 
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        task, request, bound = find_call(alone, function, args)
+        task, request, bound = call.find_call(alone, function, args)
         return _run(of_task if bound else unbound, task, request, args, kwargs)
 
-    show_signature(alone, own_signature(function))
+    call.show_signature(alone, call.own_signature(function))
     alone.single_instance = options  # type: ignore[attr-defined]
     return alone
 
@@ -97,12 +202,12 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     # Only this thread sees it.
     lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
     lock.function = guarded.function
-    call = functools.partial(run_for, request, guarded.function, args, kwargs)
+    work = functools.partial(call.run_for, request, guarded.function, args, kwargs)
     if message is not None:
         lock.run = task, message
         if "copy" in header or (message.delivery_info or {}).get("redelivered"):
-            drop_if_run_ended(task, message, get_store())
-    run = Run(task, message, options, lock, call)
+            copies.drop_if_run_ended(task, message, get_store())
+    run = Run(task, message, options, lock, work)
     return run.run_and_settle() if message is not None and "sent" in header else run.run()
 
 
@@ -114,14 +219,14 @@ class Run:
     Attributes:
         message: The request of its message; None: a direct call, ``.apply()`` or eager mode.
         lock: The lock of the run.
-        call: Calls the task's function.
+        work: Calls the task's function with the arguments of the run.
     """
 
     task: Any
     message: Any
     options: Options
     lock: CacheLock
-    call: Call
+    work: Callable[[], Any]
 
     def run_and_settle(self) -> Any:
         """Run, and then settle the lock of the send."""
@@ -148,21 +253,21 @@ class Run:
                 self._wait(lock.contender)
                 lease = lock.lease
             if lease is not None:
-                call = self.call
+                work = self.work
                 if sent is not None:
-                    call = functools.partial(sent.hold, lock, lease, self.options, call)
+                    work = functools.partial(sent.hold, lock, lease, self.options, work)
                 if self.message is None or not self.task.acks_late:
-                    result = call()
+                    result = work()
                 else:
-                    with marking_end(self.task, self.message, lease):
-                        result = call()
+                    with copies.marking_end(self.task, self.message, lease):
+                        result = work()
                 if sent is not None and not sent.settled and sent.passed_on is None:
                     lock.along = sent.freed = Renewal(sent.name, sent.token, 0.0)
                 return result
         contender = lock.contender
         assert contender is not None  # the lock was not acquired
         if self._is_held_by_own(contender):
-            requeue_self(self.task, self.message, contender)
+            copies.requeue_self(self.task, self.message, contender)
         return self._step_aside(contender)
 
     def _is_held_by_own(self, contender: HeldLock | None) -> bool:
@@ -173,7 +278,7 @@ class Run:
     def _wait(self, contender: HeldLock | None) -> None:
         """Wait for the lock if the holder is this task id or the option says so."""
         if self._is_held_by_own(contender):
-            self.lock.acquire(OWN_RUN_WAIT)
+            self.lock.acquire(copies.OWN_RUN_WAIT)
         elif self.options.on_conflict == "wait" and self.message is not None:
             self._emit(contender)
             self.lock.acquire(self.options.blocking_timeout)
@@ -187,15 +292,15 @@ class Run:
             return
         if way == "retry" and self.message is not None:
             delay = self.options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
-            resend_later(self.task, self.message, delay)
+            copies.resend_later(self.task, self.message, delay)
         if way == "reject" and self.message is not None:
-            raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
+            raise copies.Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
         raise AlreadyRunning(name, str(holder), waited, holder.task_id)
 
     def _emit(self, contender: HeldLock | None) -> None:
         task_id, way = getattr(self.message, "id", None), self.options.on_conflict
         facts = {"name": self.lock.name, "task_id": task_id, "holder": holder_text(contender)}
-        TASK_CONFLICT.emit(run_alone, on_conflict=way, exc_info=None, **facts)
+        TASK_CONFLICT.emit(single_instance, on_conflict=way, exc_info=None, **facts)
 
 
 def get_lock_name(
@@ -215,15 +320,14 @@ def get_lock_name(
         header: The message's header.
         args, kwargs: The arguments of the call; None: those of the message.
     """
-    task_name = name_of(task, guarded.function) if task is None else task.name
+    task_name = call.name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
     args = None if args is None else args[guarded.bound :]
     key = header.get("key")
+    is_key_of_call = message is None or call.is_as_sent(message, args or (), kwargs)
     # The key of the send is made of the message, whose arguments something may have changed.
-    if key is None or not (
-        message is None or is_as_sent(message, args or (), kwargs) or is_of_message(task, args)
-    ):
-        args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
+    if key is None or not (is_key_of_call or call.is_of_message(task, args)):
+        args, kwargs, serializer = call.sent_arguments(task, message, args, kwargs)
         sent: Args = ()  # without a message, no value needs an encoding
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
@@ -260,7 +364,7 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
 
 def _emit_duplicate(task: Any, request: Context, header: Header) -> None:
     reason = f"it was a duplicate of {header['duplicate']} when it was sent"
-    TASK_NOT_RUN.emit(run_alone, task=task.name, task_id=request.id, reason=reason)
+    TASK_NOT_RUN.emit(single_instance, task=task.name, task_id=request.id, reason=reason)
 
 
 class Guarded(NamedTuple):
@@ -281,7 +385,7 @@ class Guarded(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
     """Return the function that ``@single_instance`` decorated in ``task``; None: no function."""
-    found = layers(task.run)
+    found = call.layers(task.run)
     # Wrappers copy the attributes of wrapped functions: the innermost with the options is ours.
     marked = [index for index, layer in enumerate(found) if _options_of(layer) is not None]
     if not marked:

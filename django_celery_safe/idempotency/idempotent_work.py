@@ -14,7 +14,7 @@ from celery.app.task import Context
 
 from .. import conf
 from ..compat import is_django_task
-from ..concurrency.decorator import refuse_lock_below
+from ..concurrency.guard import refuse_lock_below
 from ..concurrency.keys import call_key
 from ..concurrency.options import Key, check_key_names, checked_key
 from ..delivery.call import (

@@ -397,8 +397,9 @@ class Claim(ABC):
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
-            is_done = partial(self._rows().is_done_by, self.token)
-            ours = self.end_by(lambda: self._write_done(text), is_done)
+            ours = self.end_by(
+                lambda: self._write_done(text), lambda: bool(self._rows().is_done_by(self.token))
+            )
             self._is_committed = ours and not self._is_left_open()
         if not ours:
             self.raise_lost()

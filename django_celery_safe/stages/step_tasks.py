@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import TaskPredicate
 
 from .. import conf
-from ..concurrency.decorator import refuse_lock_below
+from ..concurrency.guard import refuse_lock_below
 from ..delivery.call import (
     Function,
     find_call,

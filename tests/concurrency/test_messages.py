@@ -28,7 +28,7 @@ from django_celery_safe import (
     release_lock,
     single_instance,
 )
-from django_celery_safe.concurrency import guard
+from django_celery_safe.delivery import copies
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
 from django_celery_safe.leases.lease import boottime, clock
@@ -46,7 +46,7 @@ LOCK = f"{NAME}:7"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait less for the own lock: here its holder never ends by itself."""
-    monkeypatch.setattr(guard, "OWN_RUN_WAIT", 0.01)
+    monkeypatch.setattr(copies, "OWN_RUN_WAIT", 0.01)
 
 
 @pytest.fixture(
@@ -399,7 +399,7 @@ def test_a_lock_that_is_free_in_a_moment_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
     """A retry without delay, which overtakes the end of its own run, runs at once."""
-    monkeypatch.setattr(guard, "OWN_RUN_WAIT", 10.0)
+    monkeypatch.setattr(copies, "OWN_RUN_WAIT", 10.0)
     importing = Importing(mailbox)
     message = importing.message()
     with held_by(LOCK, message.id) as lock:

@@ -263,7 +263,7 @@ MUTATIONS = {
         ),
         M(
             "concurrency.guard:Run._step_aside",
-            "resend_later(self.task, self.message, delay)",
+            "copies.resend_later(self.task, self.message, delay)",
             "return",
             'on_conflict="retry" drops the task',
         ),
