@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Final, ParamSpec, TypeVar, Unpack, overload
 
 from celery.app.task import Context
 
@@ -33,6 +33,7 @@ from .options import (
     CALL_OPTIONS,
     DEFAULTS,
     GivenOptions,
+    Guarded,
     Key,
     OnConflict,
     Options,
@@ -194,11 +195,13 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     """
     header = get_header(request)
     if request is not None and "duplicate" in header:
-        return _emit_duplicate(task, request, header)
+        reason = f"it was a duplicate of {header['duplicate']} when it was sent"
+        TASK_NOT_RUN.emit(single_instance, task=task.name, task_id=request.id, reason=reason)
+        return None
     options = options_for(guarded, header) if "options" in header else guarded.options
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
-    name = get_lock_name(task, message, guarded, options, header, args, kwargs)
+    name = get_lock_name(task, message, guarded, options, header, args[guarded.bound :], kwargs)
     # Only this thread sees it.
     lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
     lock.function = guarded.function
@@ -318,11 +321,10 @@ def get_lock_name(
     Args:
         message: The message that the task runs for; None: there is no message.
         header: The message's header.
-        args, kwargs: The arguments of the call; None: those of the message.
+        args, kwargs: The arguments of the call, without a bound task; None: those of the message.
     """
     task_name = call.name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
-    args = None if args is None else args[guarded.bound :]
     key = header.get("key")
     is_key_of_call = message is None or call.is_as_sent(message, args or (), kwargs)
     # The key of the send is made of the message, whose arguments something may have changed.
@@ -332,14 +334,7 @@ def get_lock_name(
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
         key = call_key(
-            task_name,
-            guarded.function,
-            options.key,
-            args,
-            kwargs,
-            bound=guarded.bound,
-            serializer=serializer,
-            sent=sent,
+            task_name, guarded, options.key, args, kwargs, serializer=serializer, sent=sent
         )
     return f"{header.get('lock', lock)}:{key}"
 
@@ -358,28 +353,7 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
             f"Task {task.name} has no @single_instance, so no lock keeps two runs of it apart. "
             f"Decorate it, or give the name of the lock that it takes itself."
         )
-    args = (task, *args) if guarded.bound else args
     return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs)
-
-
-def _emit_duplicate(task: Any, request: Context, header: Header) -> None:
-    reason = f"it was a duplicate of {header['duplicate']} when it was sent"
-    TASK_NOT_RUN.emit(single_instance, task=task.name, task_id=request.id, reason=reason)
-
-
-class Guarded(NamedTuple):
-    """
-    The function that ``@single_instance`` decorated in a task.
-
-    Attributes:
-        function: The decorated function.
-        options: The options of the decorator.
-        bound: Whether the function gets the task as its first argument.
-    """
-
-    function: Function
-    options: Options
-    bound: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -387,7 +361,8 @@ def find_guarded(task: Any) -> Guarded | None:
     """Return the function that ``@single_instance`` decorated in ``task``; None: no function."""
     found = call.layers(task.run)
     # Wrappers copy the attributes of wrapped functions: the innermost with the options is ours.
-    marked = [index for index, layer in enumerate(found) if _options_of(layer) is not None]
+    options = [getattr(layer, "single_instance", None) for layer in found]
+    marked = [index for index, given in enumerate(options) if isinstance(given, Options)]
     if not marked:
         return None
     decorated = found[marked[-1]]
@@ -421,8 +396,3 @@ def options_for(guarded: Guarded, header: Header) -> Options:
         name = getattr(guarded.function, "__qualname__", guarded.function)
         logger.warning("The options for one call of %s are ignored: %s", name, error)
         return guarded.options
-
-
-def _options_of(function: Any) -> Options | None:
-    options = getattr(function, "single_instance", None)
-    return options if isinstance(options, Options) else None

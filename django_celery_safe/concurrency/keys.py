@@ -28,7 +28,7 @@ from .. import conf
 from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError, NotSerializable
 from ..foreign_errors import describe_error
-from .options import VARIABLE, Key, template_names
+from .options import VARIABLE, Guarded, Key, template_names
 
 #: Takes any arguments: those of a message that something changes before the function gets them.
 _ANY: Final = inspect.signature(lambda *args, **kwargs: None)
@@ -41,23 +41,14 @@ _BY_POSITION: Final = frozenset(
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
 
-_HINT: Final = (
-    'Send its primary key or plain data instead, or choose the arguments that count with key=["…"].'
-)
-
-
-class ArgumentsDontFit(TypeError):
-    """The arguments of a call don't fit the task's signature."""
-
 
 def call_key(
     task_name: str,
-    function: Callable[..., Any],
+    guarded: Guarded,
     rule: Key | conf.Unset,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    bound: bool = False,
     serializer: str = "json",
     sent: Sequence[Any] | None = None,
     is_send: bool = False,
@@ -67,10 +58,9 @@ def call_key(
     Return the key of one call, which is equal for calls that must not overlap.
 
     Args:
-        function: The decorated function, for its signature.
+        guarded: The decorated function, for its signature.
         rule: The option ``key`` of ``single_instance``.
         args: Positional arguments, without the ``self`` of a bound task.
-        bound: Whether the function's first parameter is the task.
         serializer: The task's serializer, which decides on the form of arguments in a message.
         sent: The values in the call's message; None: each value is from the message. Without
             ``key``, a value that is not from the message does not need an encoding.
@@ -80,17 +70,17 @@ def call_key(
             without an encoding count as the same.
 
     Raises:
-        ArgumentsDontFit: The arguments don't fit the signature.
+        TypeError: The arguments don't fit the signature.
         NotSerializable: An argument of the key can't be sent.
         ConfigurationError: An argument of the key can be sent, but not encoded; the key function
             returned None or a value that can't be encoded; or the key names the task itself, or
             an argument that can't be told apart from others.
     """
     if not (kwargs or is_digest) and serializer == "json" and isinstance(rule, conf.Unset):
-        key = _key_of_plain(function, bound, args)
+        key = _key_of_plain(guarded, args)
         if key is not None:
             return key
-    call = _bind(function, bound, args, kwargs, is_send=is_send)
+    call = _bind(guarded, args, kwargs, is_send=is_send)
     if call.signature is _ANY and callable(rule):
         rule = conf.UNSET
     given = set(call.arguments)
@@ -102,7 +92,7 @@ def call_key(
         if call.arguments.keys() >= set(names):
             call.arguments = {name: call.arguments[name] for name in names}
         else:
-            whole = _signatures(function, bound).whole
+            whole = _signatures(guarded.function, guarded.bound).whole
             found = _find_named(task_name, whole, call, names, is_send=is_send)
             rule = conf.UNSET if found is None else rule
             call.arguments = call.arguments if found is None else found
@@ -138,13 +128,13 @@ def call_key(
     return _digest("".join(parts))
 
 
-def _key_of_plain(function: Callable[..., Any], bound: bool, args: Sequence[Any]) -> str | None:
+def _key_of_plain(guarded: Guarded, args: Sequence[Any]) -> str | None:
     """
     Return the key of a call with texts and whole numbers by position; None: it is another call.
 
     Most calls are like that, and all that the others need takes ten times as long.
     """
-    names = _signatures(function, bound).encoded
+    names = _signatures(guarded.function, guarded.bound).encoded
     if names is None or len(names) != len(args):
         return None
     text = ""
@@ -294,25 +284,20 @@ def _digest(text: str) -> str:
 
 
 def _bind(
-    function: Callable[..., Any],
-    bound: bool,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    is_send: bool,
+    guarded: Guarded, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_send: bool
 ) -> inspect.BoundArguments:
-    own, whole, names, _ = _signatures(function, bound)
+    own, whole, names, _ = _signatures(guarded.function, guarded.bound)
     if not kwargs and names is not None and len(args) == len(names):
         # Most calls give all arguments by position, and bind() would take three times as long.
         return inspect.BoundArguments(whole, OrderedDict(zip(names, args, strict=True)))
     try:
         return whole.bind(*args, **kwargs)
-    except TypeError as error:
+    except TypeError:
         with suppress(TypeError):
             return own.bind(*args, **kwargs)
         if is_send:
             return _ANY.bind(*args, **kwargs)
-        raise ArgumentsDontFit(*error.args) from error
+        raise
 
 
 def _find_named(
@@ -334,7 +319,7 @@ def _find_named(
         whole: The signature that has the names.
 
     Raises:
-        ArgumentsDontFit: The call does not have them.
+        TypeError: The call does not have them.
         ConfigurationError: A name is the task itself; or it is not certain which argument it is.
     """
     for name in names:
@@ -363,7 +348,7 @@ def _find_named(
     if is_send and (not readings or call.signature is _ANY):
         return None
     if not readings:
-        raise ArgumentsDontFit(f"an argument of the key is missing: {', '.join(names)}")
+        raise TypeError(f"an argument of the key is missing: {', '.join(names)}")
     raise ConfigurationError(
         f"The key of task {task_name} names {', '.join(names)}, but a decorator below adds "
         f"arguments, so it is not certain which of {positional!r:.100} that is. Pass the arguments "
@@ -384,7 +369,8 @@ def _refuse(
                 f"that is surely the same for equal values. Choose the arguments that count with "
                 f'key=["…"], or make a text of it yourself with key=lambda …: ….'
             )
-    return NotSerializable(task_name, name, str(error), _HINT)
+    hint = "Send its primary key or plain data instead, or choose the arguments that count with "
+    return NotSerializable(task_name, name, str(error), hint + 'key=["…"].')
 
 
 class _Signatures(NamedTuple):

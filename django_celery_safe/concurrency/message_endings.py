@@ -20,8 +20,8 @@ from ..delivery.worker import in_background, is_dead_soon
 from ..leases.holder import place_names
 from ..locks import HeldLock
 from ..locks.stores import get_store
-from .guard import Guarded, find_guarded_as_asked, get_lock_name
-from .options import Options
+from .guard import find_guarded_as_asked, get_lock_name
+from .options import Guarded, Options
 from .sent import find_sent
 
 #: The function that a message's lock guards, its options, and the message's header.

@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, get_args
 
 from .. import conf
 from ..delivery.call import inner_signature, own_signature
@@ -66,6 +66,21 @@ class GivenOptions(TypedDict, total=False):
     unique_until: UniqueUntil | conf.Duration | None
 
 
+class Guarded(NamedTuple):
+    """
+    The function that ``@single_instance`` decorated in a task.
+
+    Attributes:
+        function: The decorated function.
+        options: The options of the decorator.
+        bound: Whether the function gets the task as its first argument.
+    """
+
+    function: Callable[..., Any]
+    options: Options
+    bound: bool
+
+
 def make_options(**given: Unpack[GivenOptions]) -> Options:
     """
     Return the validated options, with defaults applied.
@@ -82,10 +97,19 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
                 f"{name}={value!r} has no meaning with on_conflict={on_conflict!r}. Leave it out, "
                 f'or set on_conflict="{way}".'
             )
-    patience, timeout = given.get("blocking_timeout", conf.UNSET), given.get("timeout", conf.UNSET)
-    delay = given.get("retry_delay", conf.UNSET)
-    delay = RETRY_DELAY if isinstance(delay, conf.Unset) else delay
-    unique_until = _checked_unique(given.get("unique_until"))
+    timeout, delay = given.get("timeout", conf.UNSET), given.get("retry_delay", conf.UNSET)
+    if not isinstance(timeout, conf.Unset):
+        timeout = conf.LEASE.seconds(timeout, "timeout")
+    if isinstance(delay, conf.Unset):
+        delay = RETRY_DELAY
+    patience = 0.0
+    if on_conflict == "wait":
+        patience = _checked_patience(given.get("blocking_timeout", conf.UNSET))
+    unique_until: Any = given.get("unique_until")
+    if isinstance(unique_until, str):
+        _check_choice("unique_until", unique_until, get_args(UniqueUntil))
+    elif unique_until is not None:
+        unique_until = conf.LEASE.seconds(unique_until, "unique_until")
     limit = conf.lock_limit(given.get("limit", 1))
     if limit > 1 and unique_until == "end":
         raise ConfigurationError(
@@ -97,9 +121,9 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         lock=_checked_lock(given.get("lock", conf.UNSET)),
         limit=limit,
         on_conflict=on_conflict,
-        timeout=_seconds_or_unset(timeout, "timeout"),
+        timeout=timeout,
         retry_delay=conf.LEASE.seconds(delay, "retry_delay"),
-        blocking_timeout=_checked_patience(patience) if on_conflict == "wait" else 0.0,
+        blocking_timeout=patience,
         unique_until=unique_until,
     )
 
@@ -253,15 +277,6 @@ def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     )
 
 
-def _checked_unique(unique_until: Any) -> UniqueUntil | float | None:
-    if unique_until is None:
-        return None
-    if isinstance(unique_until, str):
-        _check_choice("unique_until", unique_until, get_args(UniqueUntil))
-        return cast("UniqueUntil", unique_until)
-    return conf.LEASE.seconds(unique_until, "unique_until")
-
-
 def _checked_lock(lock: Any) -> str | conf.Unset:
     if isinstance(lock, conf.Unset):
         return lock
@@ -272,10 +287,6 @@ def _checked_lock(lock: Any) -> str | conf.Unset:
         f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not empty "
         f'and does not begin with "sent:", such as "reports".'
     )
-
-
-def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:
-    return conf.UNSET if isinstance(value, conf.Unset) else conf.LEASE.seconds(value, what)
 
 
 def _checked_patience(blocking_timeout: Any) -> float:

@@ -16,7 +16,7 @@ from .. import conf
 from ..compat import is_django_task
 from ..concurrency.guard import refuse_lock_below
 from ..concurrency.keys import call_key
-from ..concurrency.options import Key, check_key_names, checked_key
+from ..concurrency.options import DEFAULTS, Guarded, Key, check_key_names, checked_key
 from ..delivery.call import (
     Args,
     Function,
@@ -149,13 +149,13 @@ class Idempotent:
         sent = None
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
-        call: Any = {"args": args, "kwargs": kwargs, "bound": bound, "serializer": serializer}
-        call["sent"] = sent
+        call: Any = {"args": args, "kwargs": kwargs, "serializer": serializer, "sent": sent}
+        guarded = Guarded(function, DEFAULTS, bound)
         # Arguments that can't be encoded, such as a method's self, are not part of the digest.
         digest = ""
         if not isinstance(self._key, conf.Unset):
-            digest = call_key(name, function, conf.UNSET, is_digest=True, **call)
-        return self._make_claim(f"{name}:{call_key(name, function, self._key, **call)}", digest)
+            digest = call_key(name, guarded, conf.UNSET, is_digest=True, **call)
+        return self._make_claim(f"{name}:{call_key(name, guarded, self._key, **call)}", digest)
 
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds, keep = self._timeout, self._ttl

@@ -22,9 +22,9 @@ from kombu.utils.uuid import uuid
 
 from .. import conf
 from ..compat import dump_models
-from ..concurrency.guard import Guarded, find_guarded, options_for
+from ..concurrency.guard import find_guarded, options_for
 from ..concurrency.keys import call_key
-from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
+from ..concurrency.options import DEFAULTS, Guarded, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
 from ..delivery.call import is_as_sent
 from ..delivery.header import HEADER, Header, read_header
@@ -103,16 +103,8 @@ def _key(
     has_models = getattr(task, "_dump_pydantic_arguments", True) is not None
     if has_models and serializer != "pickle":
         args, kwargs = dump_models(task, args, kwargs)
-    return call_key(
-        task.name,
-        guarded.function,
-        own.key,
-        tuple(args or ()),
-        kwargs or {},
-        bound=guarded.bound,
-        serializer=serializer,
-        is_send=True,
-    )
+    args, kwargs = tuple(args or ()), kwargs or {}
+    return call_key(task.name, guarded, own.key, args, kwargs, serializer=serializer, is_send=True)
 
 
 def send_once(

@@ -13,6 +13,7 @@ from kombu.serialization import dumps, loads
 
 from django_celery_safe import ConfigurationError, NotSerializable, idempotent, single_instance
 from django_celery_safe.concurrency.keys import DIGITS, call_key
+from django_celery_safe.concurrency.options import DEFAULTS, Guarded
 from django_celery_safe.conf import UNSET
 
 UUID_1 = UUID("00000000-0000-0000-0000-000000000001")
@@ -38,9 +39,8 @@ def key_of(
 ) -> str:
     """Return the key of a call of ``function`` under ``@single_instance(key=key)``."""
     options = single_instance(key=key)(function).single_instance  # type: ignore[attr-defined]
-    return call_key(
-        "tests.example", function, options.key, args, kwargs, bound=bound, serializer=serializer
-    )
+    guarded = Guarded(function, options, bound)
+    return call_key("tests.example", guarded, options.key, args, kwargs, serializer=serializer)
 
 
 def travel(value: Any, serializer: str = "json") -> Any:
@@ -176,8 +176,12 @@ def test_arguments_of_any_number_count_though_one_is_added() -> None:
 
     def work(*args: Any, **options: Any) -> None: ...
 
+    guarded = Guarded(work, DEFAULTS, bound=False)
+
     def key(args: tuple[Any, ...], kwargs: dict[str, Any], *sent: Any) -> str:
-        return call_key("tests.example", work, UNSET, args, kwargs, serializer="pickle", sent=sent)
+        return call_key(
+            "tests.example", guarded, UNSET, args, kwargs, serializer="pickle", sent=sent
+        )
 
     with pytest.raises(ConfigurationError, match="its argument args, which is or holds a Fraction"):
         key((third := Fraction(1, 3),), {}, third)
