@@ -223,7 +223,8 @@ class Claim(ABC):
                 f"there: other processes would not see that it is running, and a rollback would "
                 f"erase the record of it. {instead}"
             )
-        if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):
+        work = [(one.name, one.table) for one, _ in current_claims.get() if one.is_held]
+        if (self.name, self.table) in work:
             raise ConfigurationError(
                 f"{self.key!r} is being done by the very code that asks to do it: it would wait "
                 f"for itself. Give the inner work a key of its own."
@@ -434,11 +435,6 @@ class Claim(ABC):
     def _rows(self) -> Any:
         """Return a queryset of the claimed row, with one row or none."""
         return self.table.at(self.name)
-
-
-def working_claims() -> list[Claim]:
-    """Return the claims under which the running code works, the innermost last."""
-    return [claim for claim, _ in current_claims.get() if claim.is_held]
 
 
 def find_request() -> Any:

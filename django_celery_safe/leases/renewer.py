@@ -129,11 +129,9 @@ class Renewer:
     def forget(self, kind: type[LeaseStore]) -> None:
         """Stop renewing all leases in stores of a type, before their memory is cleared."""
         with self.mutex:
-            for (store, *_), lane in list(self.lanes.items()):
-                if isinstance(store, kind):
-                    for lease in list(lane.leases):
-                        self.drop(lease)
-                    lane.close_if_idle()
+            for lease in [lease for lane in self.lanes.values() for lease in lane.leases]:
+                if isinstance(lease.store, kind):
+                    self.remove(lease)
 
     def finish_renewal(self, lease: Lease[Any]) -> bool:
         """Wait until the renewal of a removed lease has ended; return False if it hangs."""
@@ -202,6 +200,7 @@ class Lane:
         while True:
             try:
                 if not self._take_turn():
+                    self._close()
                     return
             except BaseException:
                 # Without this thread, locks would be lost.
@@ -241,13 +240,9 @@ class Lane:
         try:
             self._renew(leases, shortest * ANSWER_WITHIN)
         finally:
+            self._turn = None
             if cancel is not None:
                 cancel()
-            with self._mutex:
-                self._turn = None
-                replaced = self._thread is not threading.current_thread()
-            if replaced:
-                self._close()
 
     def _replace(self, turn: object, longest: float) -> None:
         """Hand the leases over to another thread, because this lane's hangs in a request."""
@@ -310,14 +305,12 @@ class Lane:
             if leases:
                 self._store.leave_pool()
                 outcomes = self._store.extend([*asked, *along], within)[: len(leases)]
-        except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
+        except BaseException as error:  # noqa: BLE001 - the thread must outlive any store's failure
             failure = error
-        finally:
-            with self._mutex:
-                self._renewer.renewing.pop(self, None)
-                self._renewer.changed.notify_all()
         missed, lost = list[str](), list[Lease[Any]]()
         with self._mutex:
+            self._renewer.renewing.pop(self, None)
+            self._renewer.changed.notify_all()
             for lease, (_, _, length), extended in zip(leases, asked, outcomes, strict=True):
                 if extended:
                     # Not if its holder gave it another length, or a later request was answered.
@@ -371,7 +364,7 @@ def _report_lost(lease: Lease[Any]) -> None:
     emit_in_background(lease.on_lost, lease, now_held)
 
 
-def _report_failed(names: Sequence[str], reason: str, error: Exception | None = None) -> None:
+def _report_failed(names: Sequence[str], reason: str, error: BaseException | None = None) -> None:
     """Report leases that could not be renewed, because of an ``error`` or of a silent store."""
     foreseen = error is None or isinstance(error, LockBackendError)
     event = LEASES_NOT_RENEWED if foreseen else LEASES_NOT_RENEWED_BY_A_BUG

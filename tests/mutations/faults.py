@@ -503,7 +503,7 @@ MUTATIONS = {
         ),
         M(
             "leases.claim:Claim.prepare",
-            "if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):",
+            "if (self.name, self.table) in work:",
             "if False:",
             "nested work of one key waits for itself",
         ),
