@@ -200,7 +200,8 @@ class Lane:
         while True:
             try:
                 if not self._take_turn():
-                    self._close()
+                    if self._thread is not threading.current_thread():
+                        self._close()  # that of a replaced thread
                     return
             except BaseException:
                 # Without this thread, locks would be lost.
