@@ -142,10 +142,19 @@ def single_instance(
         unique_until=unique_until,
     )
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Function) -> Function:
         refuse_misplaced(function, "@single_instance", "its lock would be freed")
         check_key_names(function, options.key)
-        return _run_alone(function, options)
+        unbound, of_task = [Guarded(function, options, bound) for bound in (False, True)]
+
+        @functools.wraps(function)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            task, request, bound = call.find_call(alone, function, args)
+            return _run(of_task if bound else unbound, task, request, args, kwargs)
+
+        call.show_signature(alone, call.own_signature(function))
+        alone.single_instance = options  # type: ignore[attr-defined]
+        return alone
 
     return decorate if function is None else decorate(function)
 
@@ -162,21 +171,6 @@ def refuse_lock_below(function: Any, decorator: str) -> None:
             f"{decorator} stands above @single_instance of {function.__qualname__}: a run that "
             f"met the lock and was skipped would count as done. Put it below."
         )
-
-
-def _run_alone(function: Function, options: Options) -> Function:
-    """Return ``function`` so that each call takes its lock, or does what ``on_conflict`` says."""
-
-    unbound, of_task = [Guarded(function, options, bound) for bound in (False, True)]
-
-    @functools.wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        task, request, bound = call.find_call(alone, function, args)
-        return _run(of_task if bound else unbound, task, request, args, kwargs)
-
-    call.show_signature(alone, call.own_signature(function))
-    alone.single_instance = options  # type: ignore[attr-defined]
-    return alone
 
 
 def run_as_asked(task: Any, request: Any, run: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +192,12 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
         reason = f"it was a duplicate of {header['duplicate']} when it was sent"
         TASK_NOT_RUN.emit(single_instance, task=task.name, task_id=request.id, reason=reason)
         return None
-    options = options_for(guarded, header) if "options" in header else guarded.options
+    if "options" in header:
+        guarded = as_asked(guarded, header)
+    options = guarded.options
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
-    name = get_lock_name(task, message, guarded, options, header, args[guarded.bound :], kwargs)
+    name = get_lock_name(task, message, guarded, header, args[guarded.bound :], kwargs)
     # Only this thread sees it.
     lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
     lock.function = guarded.function
@@ -310,7 +306,6 @@ def get_lock_name(
     task: Any,
     message: Context | None,
     guarded: Guarded,
-    options: Options,
     header: Header,
     args: Args | None = None,
     kwargs: Kwargs = MappingProxyType({}),
@@ -324,7 +319,7 @@ def get_lock_name(
         args, kwargs: The arguments of the call, without a bound task; None: those of the message.
     """
     task_name = call.name_of(task, guarded.function) if task is None else task.name
-    lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
+    lock = task_name if isinstance(guarded.options.lock, conf.Unset) else guarded.options.lock
     key = header.get("key")
     is_key_of_call = message is None or call.is_as_sent(message, args or (), kwargs)
     # The key of the send is made of the message, whose arguments something may have changed.
@@ -333,9 +328,7 @@ def get_lock_name(
         sent: Args = ()  # without a message, no value needs an encoding
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
-        key = call_key(
-            task_name, guarded, options.key, args, kwargs, serializer=serializer, sent=sent
-        )
+        key = call_key(task_name, guarded, args, kwargs, serializer=serializer, sent=sent)
     return f"{header.get('lock', lock)}:{key}"
 
 
@@ -353,7 +346,7 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
             f"Task {task.name} has no @single_instance, so no lock keeps two runs of it apart. "
             f"Decorate it, or give the name of the lock that it takes itself."
         )
-    return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs)
+    return get_lock_name(task, None, guarded, Header(), args, kwargs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -372,8 +365,8 @@ def find_guarded(task: Any) -> Guarded | None:
     return Guarded(decorated.__wrapped__, decorated.single_instance, bound)
 
 
-def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options, Header] | None:
-    """Return a message's guarded function, options and header; None: any number may run."""
+def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Header] | None:
+    """Return a message's guarded function and header; None: any number may run."""
     header = get_header(request)
     guarded = find_guarded(task)
     if guarded is None:
@@ -381,18 +374,18 @@ def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options
         if "options" not in header and "sent" not in header:
             return None
         guarded = Guarded(task.run, DEFAULTS, False)
-    return guarded, options_for(guarded, header), header
+    return as_asked(guarded, header), header
 
 
-def options_for(guarded: Guarded, header: Header) -> Options:
-    """Return the options of a message's run: the caller's options override the task's."""
+def as_asked(guarded: Guarded, header: Header) -> Guarded:
+    """Return a guarded function for a message: the caller's options override the task's."""
     if "options" not in header:
-        return guarded.options
+        return guarded
     # Drop options that this release does not know: they must not make the run fail.
     known = {name: value for name, value in header["options"].items() if name in CALL_OPTIONS}
     try:
-        return options_of_call(guarded.options, known)
+        return guarded._replace(options=options_of_call(guarded.options, known))
     except ConfigurationError as error:
         name = getattr(guarded.function, "__qualname__", guarded.function)
         logger.warning("The options for one call of %s are ignored: %s", name, error)
-        return guarded.options
+        return guarded

@@ -28,7 +28,7 @@ from .. import conf
 from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError, NotSerializable
 from ..foreign_errors import describe_error
-from .options import VARIABLE, Guarded, Key, template_names
+from .options import VARIABLE, Guarded, template_names
 
 #: Takes any arguments: those of a message that something changes before the function gets them.
 _ANY: Final = inspect.signature(lambda *args, **kwargs: None)
@@ -45,7 +45,6 @@ DIGITS: Final = 32
 def call_key(
     task_name: str,
     guarded: Guarded,
-    rule: Key | conf.Unset,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
@@ -58,8 +57,7 @@ def call_key(
     Return the key of one call, which is equal for calls that must not overlap.
 
     Args:
-        guarded: The decorated function, for its signature.
-        rule: The option ``key`` of ``single_instance``.
+        guarded: The decorated function, for its signature, and the option ``key``.
         args: Positional arguments, without the ``self`` of a bound task.
         serializer: The task's serializer, which decides on the form of arguments in a message.
         sent: The values in the call's message; None: each value is from the message. Without
@@ -76,6 +74,7 @@ def call_key(
             returned None or a value that can't be encoded; or the key names the task itself, or
             an argument that can't be told apart from others.
     """
+    rule = guarded.options.key
     if not (kwargs or is_digest) and serializer == "json" and isinstance(rule, conf.Unset):
         key = _key_of_plain(guarded, args)
         if key is not None:

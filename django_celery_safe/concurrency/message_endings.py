@@ -21,11 +21,11 @@ from ..leases.holder import place_names
 from ..locks import HeldLock
 from ..locks.stores import get_store
 from .guard import find_guarded_as_asked, get_lock_name
-from .options import Guarded, Options
+from .options import Guarded
 from .sent import find_sent
 
-#: The function that a message's lock guards, its options, and the message's header.
-Asked: TypeAlias = tuple[Guarded, Options, Header]
+#: The function that a message's lock guards, and the message's header.
+Asked: TypeAlias = tuple[Guarded, Header]
 
 
 def settle(outcome: Outcome) -> None:
@@ -81,7 +81,7 @@ def _free_after_death(outcome: Outcome, asked: Asked) -> None:
 def _find_run(outcome: Outcome, asked: Asked) -> HeldLock | None:
     """Return the lock that a run of this message holds; None: no run holds it."""
     name = get_lock_name(outcome.task, outcome.request, *asked)
-    for place in place_names(name, asked[1].limit):
+    for place in place_names(name, asked[0].options.limit):
         held = get_store().peek(place)
         if held is not None and held.holder.task_id == outcome.request.id:
             return held._replace(name=place)

@@ -72,7 +72,7 @@ class Guarded(NamedTuple):
 
     Attributes:
         function: The decorated function.
-        options: The options of the decorator.
+        options: The options of the decorator, or those for one call.
         bound: Whether the function gets the task as its first argument.
     """
 

@@ -150,12 +150,12 @@ class Idempotent:
         if message is not None:
             sent = (*(message.args or ()), *(message.kwargs or {}).values())
         call: Any = {"args": args, "kwargs": kwargs, "serializer": serializer, "sent": sent}
-        guarded = Guarded(function, DEFAULTS, bound)
+        guarded = Guarded(function, DEFAULTS._replace(key=self._key), bound)
         # Arguments that can't be encoded, such as a method's self, are not part of the digest.
         digest = ""
         if not isinstance(self._key, conf.Unset):
-            digest = call_key(name, guarded, conf.UNSET, is_digest=True, **call)
-        return self._make_claim(f"{name}:{call_key(name, guarded, self._key, **call)}", digest)
+            digest = call_key(name, guarded._replace(options=DEFAULTS), is_digest=True, **call)
+        return self._make_claim(f"{name}:{call_key(name, guarded, **call)}", digest)
 
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds, keep = self._timeout, self._ttl

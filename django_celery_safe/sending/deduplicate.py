@@ -22,9 +22,9 @@ from kombu.utils.uuid import uuid
 
 from .. import conf
 from ..compat import dump_models
-from ..concurrency.guard import find_guarded, options_for
+from ..concurrency.guard import as_asked, find_guarded
 from ..concurrency.keys import call_key
-from ..concurrency.options import DEFAULTS, Guarded, Options, check_key_names, options_of_call
+from ..concurrency.options import DEFAULTS, Guarded, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
 from ..delivery.call import is_as_sent
 from ..delivery.header import HEADER, Header, read_header
@@ -64,14 +64,14 @@ def lock_fields(
 ) -> Header:
     """Return the header fields for a message's locks."""
     guarded = guarded or Guarded(task.run, DEFAULTS, False)
-    own = guarded.options
     if asked is not None:
-        own = options_of_call(own, asked)
-        check_key_names(guarded.function, own.key, plain=True)
+        guarded = guarded._replace(options=options_of_call(guarded.options, asked))
+        check_key_names(guarded.function, guarded.options.key, plain=True)
+    own = guarded.options
     key = carried.get("key")
     is_same = asked == carried.get("options") and kwargs is not None
     if key is None or not is_same or not is_as_sent(task.request, args or (), kwargs):
-        key = _key(task, guarded, own, args, kwargs, options)
+        key = _key(task, guarded, args, kwargs, options)
     header = Header(task=task.name, key=key)
     if not isinstance(own.lock, conf.Unset):
         header["lock"] = own.lock
@@ -94,9 +94,7 @@ def lock_fields(
     return header
 
 
-def _key(
-    task: Any, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
-) -> str:
+def _key(task: Any, guarded: Guarded, args: Any, kwargs: Any, options: dict[str, Any]) -> str:
     """Return the key of a call that is sent."""
     serializer = options.get("serializer") or task.serializer
     # The attribute exists since Celery 5.7, and is None for most tasks.
@@ -104,7 +102,7 @@ def _key(
     if has_models and serializer != "pickle":
         args, kwargs = dump_models(task, args, kwargs)
     args, kwargs = tuple(args or ()), kwargs or {}
-    return call_key(task.name, guarded, own.key, args, kwargs, serializer=serializer, is_send=True)
+    return call_key(task.name, guarded, args, kwargs, serializer=serializer, is_send=True)
 
 
 def send_once(
@@ -197,7 +195,7 @@ def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
     sent = find_lock_of(task.name, header)
     if sent is None:
         return run()
-    own = options_for(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header)
+    own = as_asked(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header).options
     if own.unique_until == "start":
         sent.move(0)
     else:

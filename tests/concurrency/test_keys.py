@@ -40,7 +40,7 @@ def key_of(
     """Return the key of a call of ``function`` under ``@single_instance(key=key)``."""
     options = single_instance(key=key)(function).single_instance  # type: ignore[attr-defined]
     guarded = Guarded(function, options, bound)
-    return call_key("tests.example", guarded, options.key, args, kwargs, serializer=serializer)
+    return call_key("tests.example", guarded, args, kwargs, serializer=serializer)
 
 
 def travel(value: Any, serializer: str = "json") -> Any:
@@ -179,9 +179,7 @@ def test_arguments_of_any_number_count_though_one_is_added() -> None:
     guarded = Guarded(work, DEFAULTS, bound=False)
 
     def key(args: tuple[Any, ...], kwargs: dict[str, Any], *sent: Any) -> str:
-        return call_key(
-            "tests.example", guarded, UNSET, args, kwargs, serializer="pickle", sent=sent
-        )
+        return call_key("tests.example", guarded, args, kwargs, serializer="pickle", sent=sent)
 
     with pytest.raises(ConfigurationError, match="its argument args, which is or holds a Fraction"):
         key((third := Fraction(1, 3),), {}, third)
