@@ -146,16 +146,15 @@ def check_call_options(given: Any) -> None:
                 f"single_instance has no option {name!r} for one call. It has: "
                 f"{', '.join(CALL_OPTIONS)}.{conf.did_you_mean(name, CALL_OPTIONS)}"
             )
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number, wanted = isinstance(value, int | float) and not isinstance(value, bool), ""
         if name in _CALL_DURATIONS and not is_number:
+            wanted = "a number of seconds"
+        if name == "key" and (not isinstance(value, str | list | tuple) or value == ""):
+            wanted = "a text that is not empty, or a list of argument names"
+        if wanted:
             raise ConfigurationError(
                 f"single_instance has {name}={value!r} for one call: it travels in the message, "
-                f"so give a number of seconds."
-            )
-        if name == "key" and (not isinstance(value, str | list | tuple) or value == ""):
-            raise ConfigurationError(
-                f"single_instance has key={value!r} for one call: it travels in the message, so "
-                f"give a text that is not empty, or a list of argument names."
+                f"so give {wanted}."
             )
 
 
@@ -309,11 +308,9 @@ def checked_key(key: Any) -> Key | conf.Unset:
     Raises:
         ConfigurationError: The key is not valid.
     """
-    if isinstance(key, (conf.Unset, str)):
-        return key
-    if callable(key):
-        rule: Callable[..., Any] = key
-        return rule
+    if isinstance(key, (conf.Unset, str)) or callable(key):
+        valid: Key | conf.Unset = key
+        return valid
     if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
         return tuple(key)
     meant = ""

@@ -118,7 +118,12 @@ class SentLock:
         try:
             return call()
         finally:
-            self._leave_run()
+            self.in_run, own = False, self._lease
+            self._stop_renewing()
+            if self.passed_on is not None and not self.settled:
+                if own is not None:  # a renewal that is in progress would shorten the lease again
+                    renewer.finish_renewal(own)
+                self.move(self.passed_on)
 
     def _begin_run(self, lock: CacheLock, run_lease: Lease[Store], options: Options) -> None:
         """
@@ -156,17 +161,6 @@ class SentLock:
                 self._stop_renewing()
         except CelerySafeError as error:
             self._emit_not_moved(error)
-
-    def _leave_run(self) -> None:
-        self.in_run = False
-        lease = self._lease
-        self._stop_renewing()
-        if self.passed_on is None or self.settled:
-            return
-        # A renewal that is in progress would shorten the lease again.
-        if lease is not None:
-            renewer.finish_renewal(lease)
-        self.move(self.passed_on)
 
     def end_run(
         self, task: Any, error: BaseException | None, lock: CacheLock | None = None
@@ -315,15 +309,11 @@ def _is_retried(task: Any, error: BaseException) -> bool:
 
 def seconds_until(moment: object) -> float | None:
     """Return the seconds until a time; None: it is not a time. Numbers are returned as floats."""
-    if moment is None:
-        return None
     if isinstance(moment, int | float):
         return float(moment)
     if isinstance(moment, str):
-        try:
+        with suppress(ValueError):  # not a time: whoever receives the message reports that
             moment = datetime.fromisoformat(moment)
-        except ValueError:
-            return None  # not a time; whoever receives the message reports that
     if not isinstance(moment, datetime):
         return None
     if moment.tzinfo is None:

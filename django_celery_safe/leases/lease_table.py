@@ -9,16 +9,9 @@ from typing import Any, ClassVar, Final
 from django.db import Error, connections, transaction
 from django.db.models import F
 
+from .. import transactions
 from ..databases import Now
 from ..exceptions import CelerySafeError
-from ..transactions import (
-    Attempts,
-    busy_timeout,
-    in_testcase_only,
-    leave_pool,
-    lock_whole,
-    refuse_unmigrated,
-)
 from .holder import HeldLock, plain_name
 from .lease import LeaseStore, Renewals
 
@@ -51,7 +44,7 @@ class DatabaseLeases(LeaseStore):
 
     def check_migrated(self, error: Exception) -> None:
         """Raise an error that explains a database error, if a missing table caused it."""
-        refuse_unmigrated(self.alias, self.purpose, self.models, error)
+        transactions.refuse_unmigrated(self.alias, self.purpose, self.models, error)
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         # The next use opens a new connection in place of a broken one.
@@ -59,11 +52,11 @@ class DatabaseLeases(LeaseStore):
         return super().explain(action, error)
 
     def leave_pool(self) -> None:
-        leave_pool(self.alias)
+        transactions.leave_pool(self.alias)
 
     def renews(self) -> bool:
         # Inside a TestCase the row is not committed, so another thread can't see it.
-        return not in_testcase_only(self.alias)
+        return not transactions.in_testcase_only(self.alias)
 
     def close(self) -> None:
         if not connections[self.alias].in_atomic_block:
@@ -104,7 +97,7 @@ class LeaseTable(DatabaseLeases):
         for name, token, seconds in renewals:
             alike.setdefault(seconds, {})[token] = plain_name(name)
         found: dict[str, bool | None] = {}
-        with self.errors("extend"), busy_timeout(self.alias, within):
+        with self.errors("extend"), transactions.busy_timeout(self.alias, within):
             for seconds, names in alike.items():
                 found |= self._extend(names, timedelta(seconds=seconds))
         return [found.get(token, False) for _, token, _ in renewals]
@@ -121,9 +114,9 @@ class LeaseTable(DatabaseLeases):
         """
         held = self.all().claimed(*names).filter(**{f"{self.named}__in": list(names.values())})
         skip = connections[self.alias].features.has_select_for_update_skip_locked
-        for attempt in Attempts(self.alias, "The renewal of leases"):
+        for attempt in transactions.Attempts(self.alias, "The renewal of leases"):
             with attempt, transaction.atomic(using=self.alias):
-                lock_whole(self.alias, held.model)
+                transactions.lock_whole(self.alias, held.model)
                 rows = list(held.select_for_update(skip_locked=skip).values_list("token", "pk"))
                 # By the keys: MariaDB would read the whole table for a subquery.
                 ids = [pk for _, pk in rows]
