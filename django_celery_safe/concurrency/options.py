@@ -6,7 +6,6 @@ import inspect
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, get_args
 
@@ -186,10 +185,7 @@ def check_key_names(
     Raises:
         ConfigurationError: A name is not an argument; the error suggests a similar name.
     """
-    if isinstance(key, conf.Unset):
-        return
-    if callable(key):
-        _check_key_function(function, key)
+    if isinstance(key, conf.Unset) or callable(key):
         return
     # A functools.partial has no name, but a task made from it has.
     where = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
@@ -219,34 +215,6 @@ def check_key_names(
                 f"takes: {', '.join(parameters) or 'no arguments'}."
                 f"{conf.did_you_mean(name, parameters)}"
             )
-
-
-def _check_key_function(function: Callable[..., Any], key: Callable[..., Any]) -> None:
-    """
-    Refuse a key function that can't take the arguments of ``function``.
-
-    Raises:
-        ConfigurationError: It takes others.
-    """
-    try:
-        takes = inspect.signature(key)
-    except (TypeError, ValueError):
-        return  # written in C
-    own = own_signature(function).parameters.values()
-    if any(one.kind in VARIABLE for one in own):
-        return  # a decorator below, whose arguments are not known
-    by_name = {one.name: None for one in own if one.kind is one.KEYWORD_ONLY}
-    count = len(own) - len(by_name)
-    # With bind=True, it does not get the first, which is the task itself.
-    for by_position in (range(count), range(count - 1)):
-        with suppress(TypeError):
-            takes.bind(*by_position, **by_name)
-            return
-    raise ConfigurationError(
-        f"The key function {key!r} of {function.__module__}."
-        f"{getattr(function, '__qualname__', repr(function))} takes {takes}, and it gets all "
-        f"arguments of the task, with defaults: ({', '.join(one.name for one in own)})."
-    )
 
 
 @lru_cache(maxsize=1024)  # parsing a template takes longer than filling it in
