@@ -25,9 +25,6 @@ _CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay")
 #: Options that only one ``on_conflict`` has.
 _ONLY_WITH: Final = {"retry_delay": "retry", "blocking_timeout": "wait"}
 
-#: Conversions allowed after a "!" in a format string's field; None: there is no "!".
-_CONVERSIONS: Final = (None, "r", "s", "a")
-
 #: Kinds of parameters that take any number of arguments.
 VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -226,9 +223,7 @@ def template_names(template: str) -> list[str]:
         ValueError: The text is not a format string.
     """
     names: list[str] = []
-    for _, field, spec, conversion in string.Formatter().parse(template):
-        if conversion not in _CONVERSIONS:
-            raise ValueError(f"it has the conversion !{conversion}, and can have !r, !s or !a")
+    for _, field, spec, _ in string.Formatter().parse(template):
         if field is not None:
             names.append(field.partition(".")[0].partition("[")[0])
             names += template_names(spec or "")
@@ -281,12 +276,9 @@ def checked_key(key: Any) -> Key | conf.Unset:
         return valid
     if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
         return tuple(key)
-    meant = ""
-    if isinstance(key, set) and len(key) == 1:  # a format string without its quotes
-        meant = f' Did you mean key="{{{next(iter(key))}}}"?'
     raise ConfigurationError(
         f"key={key!r} can't say which calls are the same: give a format string over argument "
-        f'names ("{{feed_url}}"), a list of argument names, or a function of the arguments.{meant}'
+        f'names ("{{feed_url}}"), a list of argument names, or a function of the arguments.'
     )
 
 

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from kombu.serialization import dumps, loads
 
-from django_celery_safe import ConfigurationError, NotSerializable, idempotent, single_instance
+from django_celery_safe import ConfigurationError, NotSerializable, single_instance
 from django_celery_safe.concurrency.keys import DIGITS, call_key
 from django_celery_safe.concurrency.options import DEFAULTS, Guarded
 from django_celery_safe.conf import UNSET
@@ -220,20 +220,3 @@ def test_keys_do_not_depend_on_the_process() -> None:
     """A key is the same on every machine and in every release: messages carry it."""
     stamp = [date(2026, 11, 1), time(12), Decimal("1.50"), UUID_1, {"x": {"y"}, "z": 1.5}]
     assert key_of(stamp, b"\xff") == "6f11827d36f065596a8f422dd152eed3"
-
-
-@pytest.mark.parametrize(
-    ("key", "sentence"),
-    [
-        ({"a"}, r"key=\{'a'\} can't say .* Did you mean key=\"\{a\}\"\?"),
-    ],
-)
-def test_a_key_that_could_only_fail_in_the_worker_is_refused(key: Any, sentence: str) -> None:
-    """At import: a set instead of a format string, and a function that takes other arguments."""
-
-    def task(a: int, b: int = 2, *, c: int = 3) -> None:
-        """Stand for a task."""
-
-    for decorate in (single_instance, idempotent):
-        with pytest.raises(ConfigurationError, match=sentence):
-            decorate(key=key)(task)
