@@ -33,11 +33,6 @@ from .options import VARIABLE, Guarded, template_names
 #: Takes any arguments: those of a message that something changes before the function gets them.
 _ANY: Final = inspect.signature(lambda *args, **kwargs: None)
 
-#: The kinds of parameters that can be given by position.
-_BY_POSITION: Final = frozenset(
-    {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-)
-
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
 
@@ -88,13 +83,11 @@ def call_key(
     if not isinstance(rule, conf.Unset) and not callable(rule):
         # Sorted: a set's order differs between processes.
         names = sorted(set(template_names(rule) if isinstance(rule, str) else rule))
-        if call.arguments.keys() >= set(names):
-            call.arguments = {name: call.arguments[name] for name in names}
+        named = _find_named(task_name, guarded, call, names, is_send=is_send)
+        if named is None:
+            rule = conf.UNSET
         else:
-            whole = _signatures(guarded.function, guarded.bound).whole
-            found = _find_named(task_name, whole, call, names, is_send=is_send)
-            rule = conf.UNSET if found is None else rule
-            call.arguments = call.arguments if found is None else found
+            call.arguments = named
     raw = dict(call.arguments)
     for name, value in raw.items():
         call.arguments[name] = to_wire(value, serializer)
@@ -102,16 +95,14 @@ def call_key(
         return str(to_wire(_fill_in(task_name, rule, call.arguments), "json"))
     if callable(rule):
         return _from_function(task_name, rule, call)
-    parts: list[str] = []
-    short: list[Any] = []
+    parts, short = list[str](), list[Any]()
     for name, value in raw.items():
         try:
             # Use no value of a default without an encoding, which is not in the message: it is
             # the same in all calls.
             part = encode(name) + encode(call.arguments[name])
-            if is_digest and name in given and _is_added(value, sent):
-                continue
-            parts.append(part)
+            if not (is_digest and name in given and _is_added(value, sent)):
+                parts.append(part)
         except (TypeError, RecursionError) as error:
             if name in given and not is_digest:
                 if not _is_added(value, sent) or not isinstance(rule, conf.Unset):
@@ -304,7 +295,7 @@ def _bind(
 
 def _find_named(
     task_name: str,
-    whole: inspect.Signature,
+    guarded: Guarded,
     call: inspect.BoundArguments,
     names: Sequence[str],
     *,
@@ -317,13 +308,13 @@ def _find_named(
     name. So an argument of the call that is given by position is the named one only if no other
     could be.
 
-    Args:
-        whole: The signature that has the names.
-
     Raises:
         TypeError: The call does not have them.
         ConfigurationError: A name is the task itself; or it is not certain which argument it is.
     """
+    if call.arguments.keys() >= set(names):
+        return {name: call.arguments[name] for name in names}
+    whole = _signatures(guarded.function, guarded.bound).whole
     for name in names:
         if name not in call.arguments and name not in whole.parameters:
             raise ConfigurationError(
@@ -338,7 +329,7 @@ def _find_named(
         elif kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(name)
     rest = [one for name, one in whole.parameters.items() if name not in given]
-    places = [one.name for one in rest if one.kind in _BY_POSITION]
+    places = [one.name for one in rest if one.kind <= one.POSITIONAL_OR_KEYWORD]
     defaults = {one.name: one.default for one in rest if one.default is not one.empty}
     readings = []
     for added in range(len(places) - len(positional) + 1):
@@ -401,8 +392,7 @@ def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
     named = {name for name, parameter in own.parameters.items() if parameter.kind not in VARIABLE}
     if len(named) == len(own.parameters) or not named <= whole.parameters.keys():
         whole = own
-    kinds = {parameter.kind for parameter in whole.parameters.values()}
-    if not kinds <= _BY_POSITION:
+    if any(one.kind > one.POSITIONAL_OR_KEYWORD for one in whole.parameters.values()):
         return _Signatures(own, whole, None, None)
     names = tuple(whole.parameters)
     return _Signatures(own, whole, names, tuple(map(encode, names)))

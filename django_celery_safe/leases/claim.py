@@ -287,11 +287,11 @@ class Claim(ABC):
 
     def _roll_back_open(self) -> bool:
         """Roll back a transaction that the work left open here; return whether there was one."""
-        had_chunk = self.abandon_chunk is not None
-        if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
-            self.abandon_chunk()
+        abandon = self.abandon_chunk
+        if abandon is not None:  # something refers to its loop, such as a traceback
+            abandon()
         if self.is_of_parent() or not self._is_left_open():
-            return had_chunk
+            return abandon is not None
         reconnect(self.table.alias)
         return True
 

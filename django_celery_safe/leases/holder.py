@@ -20,9 +20,6 @@ from ..texts import duration
 #: Longest name that a key has unchanged: memcached allows 250 characters for the whole key.
 MAX_PLAIN_NAME: Final = 180
 
-#: Prefix of a hashed name.
-HASHED: Final = "sha256:"
-
 #: Characters of a token: 16 random bytes, in hexadecimal. A lock's value starts with it.
 TOKEN_LENGTH: Final = 32
 #: Characters of a task's arguments that a holder keeps, so that a lock's value stays small.
@@ -83,8 +80,6 @@ class Holder(NamedTuple):
 RENEWED_BY: Final = 1 / 2
 #: Added to that, s, because some clocks tick in seconds.
 TICK: Final = 1.0
-#: An unknown holder.
-NOBODY: Final = Holder()
 
 
 class HeldLock(NamedTuple):
@@ -106,7 +101,7 @@ class HeldLock(NamedTuple):
     token: str = ""
     remaining: float | None = None
     fence: int | None = None
-    holder: Holder = NOBODY
+    holder: Holder = Holder()
     limit: int = 1
 
     @property
@@ -232,7 +227,7 @@ def plain_name(name: str) -> str:
 
 def hashed_name(name: str) -> str:
     """Return a text of 71 characters that replaces a lock's name in a key."""
-    return HASHED + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return "sha256:" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def describe_arguments(args: object, kwargs: object) -> str | None:

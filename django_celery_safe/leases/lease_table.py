@@ -15,10 +15,6 @@ from ..exceptions import CelerySafeError
 from .holder import HeldLock, plain_name
 from .lease import LeaseStore, Renewals
 
-#: Tick of SQLite's clock, s: a lease may end that much earlier.
-CLOCK_TICK: Final = 0.001
-
-
 #: Changes to a row whose holder, a process, has died.
 DIED: Final[dict[str, Any]] = {"deaths": F("deaths") + 1, "last_death": F("holder")}
 
@@ -72,7 +68,7 @@ class LeaseTable(DatabaseLeases):
         alias: Alias of the database.
     """
 
-    early: ClassVar[float] = 2 * CLOCK_TICK
+    early: ClassVar[float] = 0.002  # two ticks of SQLite's clock
     #: The columns of a row's name and of the end of its lease.
     named: ClassVar[str]
     ends: ClassVar[str]

@@ -287,7 +287,8 @@ class Lane:
                 due.append(lease)
             else:
                 self._renewer.drop(lease)
-                _report_owner(lease, end)
+                text = "Stopped renewing %r, whose lease ends in %.3g s: %s."
+                emit_in_background(logger.warning, text, lease.name, lease.remaining, end)
         self._wakes_at = wakes_at
         return due, shortest
 
@@ -348,12 +349,6 @@ class Lane:
 
 
 # What the threads report: another one emits it, because a log handler may be slow.
-
-
-def _report_owner(lease: Lease[Any], end: str) -> None:
-    """Warn that a lease is not renewed any more; ``end`` says which owner has ended."""
-    text = "Stopped renewing %r, whose lease ends in %.3g s: %s."
-    emit_in_background(logger.warning, text, lease.name, lease.remaining, end)
 
 
 def _report_lost(lease: Lease[Any]) -> None:
