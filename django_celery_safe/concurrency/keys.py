@@ -237,10 +237,8 @@ def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.Bound
     try:
         key = rule(*call.args, **call.kwargs)
     except Exception as error:
-        error.add_note(
-            f"Raised by the key function {rule!r} of task {task_name}, which gets all arguments "
-            f"of the task, with defaults."
-        )
+        note = f"Raised by the key function {rule!r}, which gets all arguments of task {task_name}."
+        error.add_note(note)
         raise
     if isinstance(key, str):
         return str(to_wire(str.__str__(key), "json"))

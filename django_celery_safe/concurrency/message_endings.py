@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TypeAlias
 
 from ..delivery.copies import mark_end
 from ..delivery.endings import Outcome
@@ -23,9 +22,6 @@ from ..locks.stores import get_store
 from .guard import find_guarded_as_asked, get_lock_name
 from .options import Guarded
 from .sent import find_sent
-
-#: The function that a message's lock guards, and the message's header.
-Asked: TypeAlias = tuple[Guarded, Header]
 
 
 def settle(outcome: Outcome) -> None:
@@ -47,7 +43,7 @@ def settle(outcome: Outcome) -> None:
                 _in_background(lambda: _free_after_death(outcome, asked))
 
 
-def _free_unless_running(outcome: Outcome, asked: Asked) -> None:
+def _free_unless_running(outcome: Outcome, asked: tuple[Guarded, Header]) -> None:
     sent = find_sent(outcome.request)
     # The message may have been delivered twice and refused the second time, while the first
     # delivery still runs.
@@ -55,7 +51,7 @@ def _free_unless_running(outcome: Outcome, asked: Asked) -> None:
         sent.move(0)
 
 
-def _free_after_death(outcome: Outcome, asked: Asked) -> None:
+def _free_after_death(outcome: Outcome, asked: tuple[Guarded, Header]) -> None:
     task, request, store = outcome.task, outcome.request, get_store()
     sent, held = find_sent(request), _find_run(outcome, asked)
     if held is not None and not outcome.ended(held.holder):
@@ -78,7 +74,7 @@ def _free_after_death(outcome: Outcome, asked: Asked) -> None:
         sent.move(0.0 if ended else sent.lease(outcome.when, request.expires))
 
 
-def _find_run(outcome: Outcome, asked: Asked) -> HeldLock | None:
+def _find_run(outcome: Outcome, asked: tuple[Guarded, Header]) -> HeldLock | None:
     """Return the lock that a run of this message holds; None: no run holds it."""
     name = get_lock_name(outcome.task, outcome.request, *asked)
     for place in place_names(name, asked[0].options.limit):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -24,6 +23,12 @@ _CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay")
 
 #: Options that only one ``on_conflict`` has.
 _ONLY_WITH: Final = {"retry_delay": "retry", "blocking_timeout": "wait"}
+
+#: How long a run with ``on_conflict="wait"`` may wait.
+_IN_A_SLOT: Final = conf.WAIT._replace(
+    limits='above 0: with on_conflict="wait" a run holds a slot of its worker, with "retry" none',
+    least=conf.ABOVE_0,
+)
 
 #: Kinds of parameters that take any number of arguments.
 VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -98,14 +103,22 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         timeout = conf.LEASE.seconds(timeout, "timeout")
     if isinstance(delay, conf.Unset):
         delay = RETRY_DELAY
-    patience = 0.0
+    wait, patience = given.get("blocking_timeout", conf.UNSET), 0.0
     if on_conflict == "wait":
-        patience = _checked_patience(given.get("blocking_timeout", conf.UNSET))
+        patience = _IN_A_SLOT.seconds(None if wait is conf.UNSET else wait, "blocking_timeout")
     unique_until: Any = given.get("unique_until")
     if isinstance(unique_until, str):
         _check_choice("unique_until", unique_until, get_args(UniqueUntil))
     elif unique_until is not None:
         unique_until = conf.LEASE.seconds(unique_until, "unique_until")
+    lock: Any = given.get("lock", conf.UNSET)
+    # The names of messages' locks start with "sent:".
+    is_name = isinstance(lock, str) and lock and lock.partition(":")[0] != "sent"
+    if not (is_name or isinstance(lock, conf.Unset)):
+        raise ConfigurationError(
+            f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not "
+            f'empty and does not begin with "sent:", such as "reports".'
+        )
     limit = conf.lock_limit(given.get("limit", 1))
     if limit > 1 and unique_until == "end":
         raise ConfigurationError(
@@ -114,7 +127,7 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         )
     return Options(
         key=checked_key(given.get("key", conf.UNSET)),
-        lock=_checked_lock(given.get("lock", conf.UNSET)),
+        lock=lock,
         limit=limit,
         on_conflict=on_conflict,
         timeout=timeout,
@@ -237,31 +250,6 @@ def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         f"{name}={value!r} is not known; it can be {', '.join(map(repr, choices))}."
         f"{conf.did_you_mean(value, choices)}"
     )
-
-
-def _checked_lock(lock: Any) -> str | conf.Unset:
-    if isinstance(lock, conf.Unset):
-        return lock
-    # The names of messages' locks start with "sent:".
-    if isinstance(lock, str) and lock and lock.partition(":")[0] != "sent":
-        return lock
-    raise ConfigurationError(
-        f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not empty "
-        f'and does not begin with "sent:", such as "reports".'
-    )
-
-
-def _checked_patience(blocking_timeout: Any) -> float:
-    unset = isinstance(blocking_timeout, conf.Unset)
-    seconds = None if unset else conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
-    if not seconds or math.isinf(seconds):
-        given = "no blocking_timeout" if unset else f"blocking_timeout={blocking_timeout!r}"
-        raise ConfigurationError(
-            f'on_conflict="wait" with {given}: a run that waits holds a slot of its worker, so say '
-            f"for how long at the most, in seconds above 0. To come back later without holding a "
-            f'slot, set on_conflict="retry".'
-        )
-    return seconds
 
 
 def checked_key(key: Any) -> Key | conf.Unset:

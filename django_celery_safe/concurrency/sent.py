@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from celery.exceptions import Ignore, Retry
 
@@ -37,8 +37,6 @@ from ..locks import CacheLock, HeldLock
 from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -104,8 +102,8 @@ class SentLock:
         return is_moved
 
     def hold(
-        self, lock: CacheLock, lease: Lease[Store], options: Options, call: Callable[[], T]
-    ) -> T:
+        self, lock: CacheLock, lease: Lease[Store], options: Options, call: Callable[[], Any]
+    ) -> Any:
         """
         Hold this lock while ``call`` runs the task, under the run's own ``lock`` with ``lease``.
 

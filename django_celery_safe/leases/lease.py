@@ -28,13 +28,9 @@ if TYPE_CHECKING:
     from .renewer import Lane
 
 #: Return the time by a clock that is never set, s; all moments of a lease are by this clock.
-#: Where the system can, it counts on while the machine is suspended: time.monotonic() stands
+#: Where the system can, it counts on while the machine is suspended: other clocks stand
 #: still, so a lease would be trusted after others have taken it.
-boottime: Final[Callable[[], float]] = (
-    partial(time.clock_gettime, time.CLOCK_BOOTTIME)
-    if hasattr(time, "CLOCK_BOOTTIME")
-    else time.monotonic
-)
+boottime: Final = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _sleep(seconds: float) -> None:

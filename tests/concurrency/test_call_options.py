@@ -215,7 +215,7 @@ def test_runs_without_a_message_take_options(run: str, plain: Any, mailbox: Mail
         ({"on_conflit": "skip"}, r"no option 'on_conflit' .* Did you mean 'on_conflict'\?"),
         ({"unique_until": "end"}, r"no option 'unique_until' for one call"),
         ({"timeout": timedelta(seconds=5)}, r"timeout=datetime\.timedelta\(seconds=5\)"),
-        ({"on_conflict": "wait"}, r'on_conflict="wait" with no blocking_timeout'),
+        ({"on_conflict": "wait"}, r"blocking_timeout=None is not a valid time to wait"),
         ({"key": ""}, r"key=''"),
         ({"key": work}, r"key=<function work at"),
         ({"key": "{nubmer}"}, r"'nubmer'.*number, note\. Did you mean 'number'\?"),
