@@ -211,13 +211,12 @@ def check_key_names(
             f"The key {key!r} of {where} names no argument, so every call would have the same. "
             f'Name one, as in key="{{feed_url}}"; for one lock over all calls write key=[].'
         )
-    parameters = list(inner_signature(function).parameters)
+    parameters = dict.fromkeys(inner_signature(function).parameters)
     # A decorator below may have arguments of its own, and pass on the others.
     own = own_signature(function).parameters.values()
-    parameters += [one.name for one in own if one.kind not in VARIABLE]
-    parameters = list(dict.fromkeys(parameters))
+    parameters |= dict.fromkeys(one.name for one in own if one.kind not in VARIABLE)
     # By convention "self" is the task itself; call_key refuses the task under any name.
-    parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
+    parameters.pop("self", None)
     for name in names:
         if name not in parameters:
             raise ConfigurationError(

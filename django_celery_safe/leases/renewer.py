@@ -224,8 +224,7 @@ class Lane:
                     del self._renewer.lanes[self._key]
                 return self._wakes_at < math.inf
             due, shortest = self._take_due()
-            is_idle = self._is_idle()
-        if is_idle:
+        if self._is_idle():
             self._close()
         if due:
             self._renew_watched(due, shortest)

@@ -30,10 +30,7 @@ HERE = r"tests\.concurrency\.test_options\.import_feed"
         ({"on_conflict": "retyr"}, r"'retyr' is not known.*'skip', 'retry'.*mean 'retry'\?"),
         ({"retry_delay": 5}, r"retry_delay=5 has no meaning with on_conflict='skip'"),
         ({"retry_delay": -1, "on_conflict": "retry"}, r"retry_delay=-1 is no"),
-        (
-            {"on_conflict": "wait"},
-            r'blocking_timeout=None is not a .*above 0: with on_conflict="wait" a run',
-        ),
+        ({"on_conflict": "wait"}, r"blocking_timeout=None is not a .* above 0: with on_conflict"),
         ({"on_conflict": "wait", "blocking_timeout": -1}, r"-1 is not a valid time to wait"),
         ({"blocking_timeout": 5}, r"blocking_timeout=5 has no meaning with on_conflict='skip'"),
         ({"timeout": None}, r"timeout=None is not a valid lease"),
