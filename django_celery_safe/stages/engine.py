@@ -27,7 +27,6 @@ from ..exceptions import AlreadyStarted
 from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault
-from ..texts import get_logger
 from ..transactions import Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .labels import make_labels
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
     from ..models.step_states import StageSteps
 
-logger = get_logger(__name__)
-
-#: How many times a start tries to write its run while other runs with its key are ending.
-MOST_STARTS: Final = 3
 #: The fields of a step that one stage hands over to the next, in the order of the model.
 HANDED_OVER: Final = (
     "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
@@ -107,30 +102,21 @@ def start(
     store = step_table()
     must_wait(store.alias)  # the run could not wait for a commit on another database
     try:
-        return _write_once(store, plan, labels)
+        # When the start that holds a key is rolled back, MySQL reports a deadlock to all but one
+        # of the starts that waited for the key.
+        for attempt in Attempts(store.alias, "The start of a run"):
+            with attempt, transaction.atomic(using=store.alias):
+                run = _write(store, plan, labels)
+                attempt.is_written = True
+        return run
+    except IntegrityError as error:
+        if not key:
+            raise
+        # That run may have ended since, or this transaction's isolation may hide it.
+        raise AlreadyStarted(key, store.runs().filter(active_key=key).first()) from error
     except DatabaseError as error:
         refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
         raise
-
-
-def _write_once(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
-    for last in range(1, MOST_STARTS + 1):
-        try:
-            # When the start that holds a key is rolled back, MySQL reports a deadlock to all
-            # but one of the starts that waited for the key.
-            for attempt in Attempts(store.alias, "The start of a run"):
-                with attempt, transaction.atomic(using=store.alias):
-                    run = _write(store, plan, labels)
-                    attempt.is_written = True
-            return run
-        except IntegrityError as error:
-            if not (key := labels["key"]):
-                raise
-            active = store.runs().filter(active_key=key).first()
-            # That run may have ended since, or this transaction's isolation may hide it.
-            if active is not None or last == MOST_STARTS:
-                raise AlreadyStarted(key, active) from error
-    raise AssertionError  # pragma: no cover
 
 
 def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
@@ -255,32 +241,15 @@ def go_on(store: StepTable, run: StageRun) -> None:
 
 def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     """
-    Return the params of a run after these steps, as JSON.
+    Return a run's params with the values that these steps returned, as JSON; later steps win.
 
     Raises:
         NotPlain: They are too large.
     """
-    params = merge(run, ended)
-    return encode(params, LONGEST_PARAMS) if params else "{}"
-
-
-def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
-    """Return a run's params with the values that these steps returned; later steps win."""
     params: dict[str, Any] = decode(run.params_text)
-    by = dict[str, Any]()
-    for step in steps:
-        for key, value in (decode(step.params_text) if step.params_text else {}).items():
-            if key in by and params[key] != value:
-                logger.warning(
-                    "Two steps of %s returned %r, and that of the later one in the plan is kept: "
-                    "%s and %s.",
-                    run,
-                    key,
-                    by[key],
-                    step,
-                )
-            params[key], by[key] = value, step
-    return params
+    for step in ended:
+        params |= step.params
+    return encode(params, LONGEST_PARAMS) if params else "{}"
 
 
 def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:

@@ -546,8 +546,8 @@ MUTATIONS = {
             "relays send the messages of aborted steps for ever where no worker knows their task",
         ),
         M(
-            "stages.engine:_write_once",
-            'if not (key := labels["key"]):',
+            "stages.engine:start",
+            "if not key:",
             "if True:",
             "a second run with a key fails with IntegrityError instead of AlreadyStarted",
         ),

@@ -18,9 +18,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.events import RUN_ENDED
 from django_celery_safe.stages import Status, engine, step_messages
 from django_celery_safe.stages.follower import StepFollower
-from django_celery_safe.stages.plan import LONGEST_PARAMS
 from django_celery_safe.stages.step_table import Found, StepTable
-from django_celery_safe.values import encode
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +117,9 @@ def _go_on(store: StepTable, pk: int, stage: int) -> None:
         run = store.runs().get(pk=pk)
         if run.status in Status.STOPPED:
             return
-        params = engine.merge(run, run.steps.filter(stage=stage))
+        params = engine.encode_params(run, run.steps.filter(stage=stage))
         following = list(run.steps.filter(stage=stage + 1))
-        changes: dict[str, Any] = {"params_text": encode(params, LONGEST_PARAMS)}
+        changes: dict[str, Any] = {"params_text": params}
         if following:
             changes |= {"stage": stage + 1}
         else:
