@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 from .. import conf
 from ..exceptions import WrongTransaction
 from ..leases.holder import HeldLock, decode_holder
-from ..stages import decisions
+from ..stages import engine
 from ..stages.entry_options import read_entry
 from ..stages.progress import Progress, StageProgress
 from ..stages.status import Status
@@ -228,7 +228,7 @@ class StageRun(ListedRow):
             IllegalTransition: The run has not ended, has succeeded or still has running steps,
                 or another run with its key has not ended.
         """
-        decisions.resume(self)
+        engine.resume(self)
         return self
 
     def abort(self) -> StageRun:
@@ -240,7 +240,7 @@ class StageRun(ListedRow):
         Raises:
             IllegalTransition: The run has already ended.
         """
-        decisions.abort(self)
+        engine.abort(self)
         return self
 
     def find_database(self) -> str:

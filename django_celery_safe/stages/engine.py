@@ -12,8 +12,9 @@ into the outbox. No result backend is involved.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
@@ -22,27 +23,22 @@ from django.db import IntegrityError, connections, transaction
 from .. import queries
 from ..databases import Now
 from ..emitting import Event
-from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
-from ..exceptions import AlreadyStarted
+from ..events import RUN_ENDED, RUN_FAILED, RUN_RESUMED, RUN_STARTED, STEP_FAILED
+from ..exceptions import AlreadyStarted, IllegalTransition
 from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
-from ..sending.followed import NOTHING, Fault
+from ..sending.followed import NOTHING, Fault, Held
 from ..transactions import Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .labels import make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, MODELS, StepTable, step_table
+from .step_table import BATCH, HANDED_OVER, MODELS, StepTable, step_table, table_in
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
     from ..models.step_states import StageSteps
-
-#: The fields of a step that one stage hands over to the next, in the order of the model.
-HANDED_OVER: Final = (
-    "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
-)  # fmt: skip
 
 
 def start(
@@ -120,15 +116,13 @@ def start(
 
 
 def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
-    rows = store.steps()
-    run: StageRun = store.run(
+    run = store.runs().create(
         **labels,
-        active_key=labels["key"] or None,
+        active_key=labels["key"] or None,  # type: ignore[misc]
         stages=len(plan.stages),
         params_text=plan.params,
         created_at=Now(),
     )
-    run.save(using=store.alias, force_insert=True)
     steps = [
         store.step(
             run=run,
@@ -142,11 +136,11 @@ def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    rows.bulk_create(steps, batch_size=BATCH)
+    store.steps().bulk_create(steps, batch_size=BATCH)
     if steps[0].pk is None:  # MySQL returns no keys
         steps = list(run.steps)
     run.refresh_from_db(using=store.alias)
-    emit_of_run(store, RUN_STARTED, run, stages=run.stages)
+    _emit(store, RUN_STARTED, run, stages=run.stages)
     send(store, [step for step in steps if step.stage == run.stage])
     return run
 
@@ -178,20 +172,27 @@ def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) 
         stop(store, run, Status.FAILED)
 
 
+def succeed(store: StepTable, pk: int, task_id: str, text: str, held: Held | None = None) -> None:
+    """
+    Record that a step succeeded, unless it has ended, with the params that it returned, as JSON.
+
+    Args:
+        held: The claim that must still hold its message; None: any.
+    """
+    attempt, token = held or ("", "")
+    step = {"pk": pk, "task_id": task_id, "params": text}
+    claim = {"attempt": attempt, "token": token, "is_sure": held is None}
+    queries.execute(store.alias, "succeed_step", **step, **claim)
+
+
 def settle(store: StepTable, steps: StageSteps) -> None:
     """Record what finish() has committed of steps of a locked run, before they end otherwise."""
-    ids = list(steps.open().values_list("task_id", flat=True))
+    found = {step.task_id: step.pk for step in steps.open().only("task_id")}
+    ids = [*found]
     for first in range(0, len(ids), BATCH):
         rows = store.messages().carried(*ids[first : first + BATCH]).exclude(result="")
         for task_id, text in rows.values_list("task_id", "result"):
-            steps.filter(task_id=task_id).open().update(
-                status=Status.SUCCEEDED,
-                params_text="" if text == NOTHING else text,
-                ended_at=Now(),
-                error_type="",
-                error="",
-                traceback="",
-            )
+            succeed(store, found[task_id], task_id, "" if text == NOTHING else text)
 
 
 def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
@@ -221,10 +222,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
         stop(store, run, Status.FAILED, what)
         return
     if not following:
-        store.runs().filter(pk=run.pk).update(
-            status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now(), active_key=None
-        )
-        _emit_ended(store, run, Status.SUCCEEDED, "")
+        _end(store, run, Status.SUCCEEDED, params_text=run.params_text)
         return
     run.stage += 1
     values = {"pk": run.pk, "stage": run.stage, "params": run.params_text}
@@ -254,14 +252,19 @@ def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
 
 def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
     """End a locked run that is active, and abort its steps that have not started."""
-    store.runs().filter(pk=run.pk).update(
-        status=status, ended_at=Now(), error=error, active_key=None
-    )
+    _end(store, run, status, error)
     settle(store, store.steps().filter(run=run.pk, stage=run.stage))
     waiting = store.steps().filter(run=run.pk).waiting()
     drop_messages(store, waiting.filter(stage=run.stage))
     waiting.update(status=Status.ABORTED, ended_at=Now())
-    _emit_ended(store, run, status, error)
+
+
+def _end(store: StepTable, run: StageRun, status: Status, error: str = "", **sets: Any) -> None:
+    """Record the end of a locked run, and emit its event."""
+    sets |= {"status": status, "error": error, "ended_at": Now(), "active_key": None}
+    store.runs().filter(pk=run.pk).update(**sets)
+    event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
+    _emit(store, event, run, status=status.value, error=error)
 
 
 def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False) -> None:
@@ -276,13 +279,77 @@ def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False)
         store.messages().filter(pk__in=found).erase()
 
 
-def _emit_ended(store: StepTable, run: StageRun, status: Status, error: str) -> None:
-    event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
-    emit_of_run(store, event, run, status=status.value, error=error)
-
-
-def emit_of_run(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
+def _emit(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
     """Emit a run's event when the open transaction commits."""
     event.emit_on_commit(
         start, using=store.alias, run=run.pk, key=run.key, name=run.name or run.key, **fields
     )
+
+
+def resume(run: StageRun) -> None:
+    """Run the failed steps and all later ones again; see :meth:`StageRun.resume`."""
+    store = table_in(run.find_database())
+    try:
+        with _deciding(store, run, "resume", (Status.FAILED, Status.ABORTED)) as now:
+            if (busy := now.steps.alive().first()) is not None:
+                raise IllegalTransition(str(run), "resume", f"its step {busy} still runs")
+            # This update comes first because it fails if another run holds the key.
+            store.runs().filter(pk=run.pk).update(
+                status=Status.RUNNING, ended_at=None, error="", active_key=now.key or None
+            )
+            settle(store, now.steps.filter(stage=now.stage))
+            left = [step for rows in _find_unsettled(now) for step in _restart(store, rows)]
+            _emit(store, RUN_RESUMED, now, steps=len(left))
+            if again := [step for step in left if step.stage == now.stage]:
+                send(store, again)
+            else:
+                go_on(store, now)  # the run was stopped while the stage's last step ran
+    except IntegrityError as error:
+        if not run.key:
+            raise
+        reason = f"another run has its key {run.key!r} and has not ended"
+        raise IllegalTransition(str(run), "resume", reason) from error
+
+
+def abort(run: StageRun) -> None:
+    """Abort the steps that have not started; see :meth:`StageRun.abort`."""
+    store = table_in(run.find_database())
+    with _deciding(store, run, "abort", (Status.WAITING, Status.RUNNING)) as now:
+        stop(store, now, Status.ABORTED)
+
+
+@contextmanager
+def _deciding(
+    store: StepTable, run: StageRun, action: str, allowed: Collection[str]
+) -> Iterator[StageRun]:
+    """Lock a run for an operator's decision, if its status allows that; refresh it afterwards."""
+    with store.runs().locked(run.pk) as now:
+        if now is None or now.status not in allowed:
+            reason = "it was deleted" if now is None else f"its status is {now.status}"
+            raise IllegalTransition(str(run), action, reason)
+        yield now
+    run.refresh_from_db(using=store.alias)
+
+
+def _find_unsettled(run: StageRun) -> list[StageSteps]:
+    """Return the steps that a resumed run still has to run, or to run again."""
+    unfinished, ended = run.steps.unfinished(), run.steps.filter(stage=run.stage)
+    if not ended.unfinished().exists():
+        try:
+            encode_params(run, ended)
+        except NotPlain:
+            # Without this, the run would fail again even if the tasks have been fixed.
+            return [ended.exclude(params_text=""), unfinished]
+    return [unfinished]
+
+
+def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
+    steps = list(rows)
+    drop_messages(store, rows, claimed=True)  # so that no earlier run of them counts any more
+    if store.messages().carried(*[step.task_id for step in steps]).exists():
+        run = steps[0].run
+        raise IllegalTransition(str(run), "resume", "a step of it is about to commit its work")
+    for step in steps:
+        step.task_id = str(uuid.uuid4())
+    rows.restart(steps)
+    return steps

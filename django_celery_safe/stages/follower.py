@@ -148,10 +148,7 @@ class StepFollower:
         """Record the success, and end the message together with what follows in the run."""
         if not self.is_recorded:
             # If the claim was lost, this changes nothing, and write() says so.
-            attempt, token = held or ("", "")
-            values = {"pk": self.pk, "task_id": self._task_id, "params": self._params}
-            claim = {"attempt": attempt, "token": token, "is_eager": held is None}
-            queries.execute(self.table.alias, "succeed_step", **values, **claim)
+            engine.succeed(self.table, self.pk, self._task_id, self._params, held)
             self.is_recorded = True
         if self.found is None or self._is_stage_open(self.found):
             return write()

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 BATCH: Final = 500
 #: The models of the tables.
 MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
+#: The fields of a step that one stage hands over to the next, in the order of the model.
+HANDED_OVER: Final = (
+    "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
+)  # fmt: skip
 
 
 class Found(NamedTuple):

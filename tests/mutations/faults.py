@@ -552,7 +552,7 @@ MUTATIONS = {
             "a second run with a key fails with IntegrityError instead of AlreadyStarted",
         ),
         M(
-            "stages.decisions:_restart",
+            "stages.engine:_restart",
             "drop_messages(store, rows, claimed=True)",
             "pass",
             "a process that stood still ends a step that was resumed meanwhile",
@@ -576,7 +576,7 @@ MUTATIONS = {
             "an attempt that lost its step puts it back under the one that has it",
         ),
         M(
-            "stages.follower:StepFollower.end",
+            "stages.engine:succeed",
             "held is None",
             "True",
             "an attempt that lost its step ends it under the one that has it",
