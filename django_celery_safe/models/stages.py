@@ -7,12 +7,11 @@ Runs of stages and their steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
 from celery._state import get_current_task
-from django.db import models, router, transaction
+from django.db import models, router
 from django.db.models import Count, Q
 from django.utils.translation import gettext_lazy as _
 
@@ -21,8 +20,7 @@ from ..exceptions import WrongTransaction
 from ..leases.holder import HeldLock, decode_holder
 from ..stages import engine
 from ..stages.entry_options import read_entry
-from ..stages.progress import Progress, StageProgress
-from ..stages.status import Status
+from ..stages.status import Progress, StageProgress, Status
 from ..stages.step_messages import runs_eagerly
 from ..transactions import in_atomic
 from ..values import decode
@@ -250,24 +248,15 @@ class StageRun(ListedRow):
             return router.db_for_write(StageRun)
         return alias
 
-    def refresh_from_db(
-        self,
-        using: str | None = None,
-        fields: Iterable[str] | None = None,
-        from_queryset: models.QuerySet[Any] | None = None,
-    ) -> None:
+    def refresh_from_db(self, using: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Reload the run, like Django's, but from its own database: a replica may be behind."""
-        using = self._state.db if using is None else using
-        super().refresh_from_db(using, fields, from_queryset)
+        super().refresh_from_db(self._state.db if using is None else using, *args, **kwargs)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
         """Delete the run and its steps, like Django's; the run is locked before its steps."""
-        using = using or self.find_database()
-        with transaction.atomic(using=using):
-            StageRun.objects.using(using).lock(self.pk)
-            return super().delete(using=using, keep_parents=keep_parents)
+        return StageRun.objects.using(using or self.find_database()).filter(pk=self.pk).delete()
 
 
 class StageStep(ListedRow):
