@@ -8,7 +8,8 @@ what a step adds to the message that carries it: see ``sending.carried``.
 from __future__ import annotations
 
 from .engine import start
-from .plan import Entry, Plan, make_plan
+from .entries import Entry
+from .plan import Plan, make_plan
 from .status import Progress, StageProgress, Status
 from .step_tasks import step
 

@@ -30,8 +30,8 @@ from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault, Held
 from ..transactions import Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
-from .labels import make_labels
-from .plan import LONGEST_PARAMS, Plan, make_plan
+from .entries import LONGEST_PARAMS
+from .plan import Plan, make_labels, make_plan
 from .status import Status
 from .step_messages import send
 from .step_table import BATCH, HANDED_OVER, MODELS, StepTable, step_table, table_in

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from .. import queries
 from ..exceptions import InvalidResult
 from ..sending.followed import NOTHING, Fault, Held
-from ..values import NotPlain, decode, encode
+from ..values import NotPlain, decode
 from . import engine
-from .entry_options import read_entry
-from .plan import LONGEST_PARAMS
+from .entries import encode_named, read_entry
 from .status import Status
 from .step_table import Found, table_in
 
@@ -131,12 +130,8 @@ class StepFollower:
         Raises:
             InvalidResult: They are no dict of plain data, or too long.
         """
-        if result is None:
-            return ""
-        if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
-            raise InvalidResult(work, f"its params are {result!r:.200}", STEP_RESULT)
         try:
-            return encode(result, LONGEST_PARAMS, strict=True) if result else ""
+            return "" if result is None else encode_named(result)
         except NotPlain as error:
             raise InvalidResult(work, str(error), STEP_RESULT) from error
 

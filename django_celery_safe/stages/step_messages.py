@@ -15,8 +15,7 @@ from ..delivery.header import HEADER, Header
 from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
-from .entry_options import read_entry
-from .plan import get_step_layer
+from .entries import get_step_layer, read_entry
 from .step_table import StepTable
 
 if TYPE_CHECKING:

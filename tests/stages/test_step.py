@@ -48,8 +48,8 @@ FAILURES: Final[list[tuple[Any, type[Exception] | None, str]]] = [
     (False, None, "it returned False"),
     ((False, {"width": 640}), None, "it returned False"),
     (1, InvalidResult, "it is 1"),
-    ((True, [1]), InvalidResult, "its params are [1]"),
-    ({1: 2}, InvalidResult, "its params are {1: 2}"),
+    ((True, [1]), InvalidResult, "[1] is not a dict"),
+    ({1: 2}, InvalidResult, "{1: 2} is not a dict"),
     ((True, {"ratio": float("inf")}), InvalidResult, "JSON can't take it"),
 ]
 
