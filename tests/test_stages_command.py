@@ -67,7 +67,8 @@ def begin(*stage_sizes: int) -> StageRun:
 
 def deliver(step: StageStep) -> None:
     """Run a step in this process."""
-    options = with_header({}, Header(task=step.task, step=step.pk))
+    header = Header(task=step.task, step=step.pk, using=step._state.db)
+    options = with_header({}, header)
     current_app.tasks[step.task].apply([{}], task_id=step.task_id, throw=True, **options)
 
 

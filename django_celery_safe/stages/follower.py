@@ -149,6 +149,13 @@ class StepFollower:
             return write()
         return self.context.run(engine.leave, self.table, self.found.run, write)
 
+    def end_eagerly(self) -> None:
+        """Record the outcome of an eager run, which has no message."""
+        if self.fault is None:
+            self.end(None, lambda: True)
+        else:
+            self.fail(self._task_id, lambda: True, self.fault)
+
     def _is_stage_open(self, found: Found) -> bool:
         place = {"run": found.run, "stage": found.stage}
         return bool(queries.fetch(self.table.alias, "find_unfinished_step", **place))

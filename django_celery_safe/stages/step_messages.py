@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,7 @@ from ..delivery.header import HEADER, Header
 from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
+from ..sending.outbox import name_attempt
 from .entries import get_step_layer, read_entry
 from .step_table import StepTable
 
@@ -34,7 +34,7 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
         # A command or a web server may not have loaded them; a task knows its queue.
         load_tasks(app)
     if app.conf.task_always_eager:
-        transaction.on_commit(lambda: _run_all(app, steps, store.alias), using=store.alias)
+        transaction.on_commit(lambda: _run_all(app, steps), using=store.alias)
         return
 
     def send_all(given: dict[str, Any]) -> None:
@@ -47,12 +47,9 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
                 task.apply_async(args, kwargs, **options)
         captured = CAPTURED.get()
         for message in captured.messages if captured else ():
-            headers = message.options["headers"]  # it is carried, whoever knows the task
-            if "step" not in headers.get(HEADER, ()):
-                continue  # a receiver of Celery's signals has sent it
-            message.attempt = os.urandom(16).hex()
-            ours = {"attempt": message.attempt, "using": store.alias}
-            headers[HEADER] = {**headers[HEADER], **ours}
+            # A receiver of Celery's signals may have sent others.
+            if "step" in message.options["headers"].get(HEADER, ()):
+                name_attempt(message, store.alias)  # it is carried, whoever knows the task
 
     hold(app, send_all, store.alias, {}, outbox=True)
 
@@ -62,7 +59,7 @@ def runs_eagerly() -> bool:
     return getattr(_eager, "waiting", None) is not None
 
 
-def _run_all(app: Celery, steps: Iterable[StageStep], alias: str) -> None:
+def _run_all(app: Celery, steps: Iterable[StageStep]) -> None:
     """Run steps here and now; each stage runs after the previous one, not nested in it."""
     waiting: list[StageStep] | None = getattr(_eager, "waiting", None)
     if waiting is not None:
@@ -71,14 +68,13 @@ def _run_all(app: Celery, steps: Iterable[StageStep], alias: str) -> None:
     _eager.waiting = waiting = list(steps)
     try:
         while waiting:
-            _run_eagerly(app, waiting.pop(0), alias)
+            _run_eagerly(app, waiting.pop(0))
     finally:
         _eager.waiting = None
 
 
-def _run_eagerly(app: Celery, step: StageStep, alias: str) -> None:
+def _run_eagerly(app: Celery, step: StageStep) -> None:
     args, kwargs, options = _message(app, step)
-    options["headers"][HEADER]["using"] = alias
     error: Any = None
     try:
         result = app.tasks[step.task].apply(args, kwargs, **options)
@@ -87,7 +83,7 @@ def _run_eagerly(app: Celery, step: StageStep, alias: str) -> None:
         error = raised  # with task_eager_propagates
         raise
     finally:
-        follower = find_follower(Header(step=step.pk, using=alias))
+        follower = find_follower(options["headers"][HEADER])
         if error is not None and follower is not None:
             follower.fail(step.task_id, lambda: True, Fault.of(error))
 
@@ -99,7 +95,7 @@ def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
     args: tuple[Any, ...] = (place,)
     if task is not None and get_step_layer(task) is None:
         args = (place, step.task)
-    header = Header(task=step.task, step=step.pk)
+    header = Header(task=step.task, step=step.pk, using=step._state.db)
     arguments, given = read_entry(step.arguments_text)
     options = {name: given[name] for name in OPTIONS if name in given}
     return args, arguments, {"task_id": step.task_id, "headers": {HEADER: header}, **options}

@@ -207,11 +207,3 @@ def test_above_single_instance_it_is_a_mistake() -> None:
     """Above @single_instance a skipped run would count as done."""
     with pytest.raises(TypeError, match=r"above @single_instance of work.*Put it below"):
         stages.step(single_instance(work))
-
-
-def test_a_function_takes_params() -> None:
-    """One without a place for the params is refused, and told how to write it."""
-    functions: list[Any] = [lambda: None, lambda run, step: None, lambda **rest: None]
-    for function in functions:
-        with pytest.raises(TypeError, match=r"which takes no params. Write: def .*\(params\): ..."):
-            stages.step(function)
