@@ -17,8 +17,8 @@ from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED
+from ..texts import LONGEST_TYPE, end_of_traceback, storable
 from ..transactions import Attempts, change_locked, lock_whole
-from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
     from .outbox import OutboxMessage

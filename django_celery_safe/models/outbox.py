@@ -11,11 +11,10 @@ from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
 from ..resuming.cursor import Cursor
 from ..sending.serialization import find_arguments
-from ..texts import duration
+from ..texts import LONGEST_TYPE, duration, storable
 from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow
 from .message_states import CARRIED, LIVE, LONGEST_DELAY, SHORTEST_DELAY, OutboxMessages, State
-from .text import LONGEST_TYPE, storable
 
 
 class OutboxMessage(ListedRow):

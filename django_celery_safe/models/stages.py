@@ -1,7 +1,7 @@
 """
 Runs of stages and their steps.
 
-``run_states`` and ``step_states`` have their querysets.
+``stage_states`` has their querysets.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from ..stages import engine
 from ..stages.entries import read_entry
 from ..stages.status import Progress, StageProgress, Status
 from ..stages.step_messages import runs_eagerly
+from ..texts import LONGEST_TYPE
 from ..transactions import in_atomic
 from ..values import decode
 from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow, seconds_between, shown
 from .outbox import OutboxMessage
-from .run_states import StageRuns
-from .step_states import IN_ORDER, StageSteps
-from .text import LONGEST_TYPE
+from .stage_states import IN_ORDER, StageRuns, StageSteps
 
 #: Time between two looks of a process that waits for the end of a run, s.
 LOOK: Final = 0.25

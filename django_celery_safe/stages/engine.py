@@ -28,17 +28,17 @@ from ..exceptions import AlreadyStarted, IllegalTransition
 from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault, Held
-from ..transactions import Attempts, refuse_unmigrated
+from ..transactions import MOST_KEYS, Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .entries import LONGEST_PARAMS
 from .plan import Plan, make_labels, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, HANDED_OVER, MODELS, StepTable, step_table, table_in
+from .step_table import HANDED_OVER, MODELS, StepTable, step_table, table_in
 
 if TYPE_CHECKING:
+    from ..models.stage_states import StageSteps
     from ..models.stages import StageRun, StageStep
-    from ..models.step_states import StageSteps
 
 
 def start(
@@ -136,7 +136,7 @@ def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    store.steps().bulk_create(steps, batch_size=BATCH)
+    store.steps().bulk_create(steps, batch_size=MOST_KEYS)
     if steps[0].pk is None:  # MySQL returns no keys
         steps = list(run.steps)
     run.refresh_from_db(using=store.alias)
@@ -189,8 +189,8 @@ def settle(store: StepTable, steps: StageSteps) -> None:
     """Record what finish() has committed of steps of a locked run, before they end otherwise."""
     found = {step.task_id: step.pk for step in steps.open().only("task_id")}
     ids = [*found]
-    for first in range(0, len(ids), BATCH):
-        rows = store.messages().carried(*ids[first : first + BATCH]).exclude(result="")
+    for first in range(0, len(ids), MOST_KEYS):
+        rows = store.messages().carried(*ids[first : first + MOST_KEYS]).exclude(result="")
         for task_id, text in rows.values_list("task_id", "result"):
             succeed(store, found[task_id], task_id, "" if text == NOTHING else text)
 
@@ -271,8 +271,8 @@ def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False)
     """Delete the messages of steps of a locked run, but those that a statement has locked."""
     ids = list(steps.values_list("task_id", flat=True))
     skip = connections[store.alias].features.has_select_for_update_skip_locked
-    for first in range(0, len(ids), BATCH):
-        rows = store.messages().carried(*ids[first : first + BATCH])
+    for first in range(0, len(ids), MOST_KEYS):
+        rows = store.messages().carried(*ids[first : first + MOST_KEYS])
         if not claimed:
             rows = rows.exclude(state="running")
         found = list(rows.select_for_update(skip_locked=skip).values_list("pk", flat=True))

@@ -22,8 +22,8 @@ from .status import Status
 from .step_table import Found, table_in
 
 if TYPE_CHECKING:
+    from ..models.stage_states import StageSteps
     from ..models.stages import StageStep
-    from ..models.step_states import StageSteps
 
 #: The error type of a step that failed without an exception, so that lists can filter by it.
 RETURNED_FALSE: Final = "ReturnedFalse"

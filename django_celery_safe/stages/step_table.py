@@ -12,11 +12,8 @@ from .. import conf
 from ..databases import refuse_untested
 
 if TYPE_CHECKING:
-    from ..models.run_states import StageRuns
-    from ..models.step_states import StageSteps
+    from ..models.stage_states import StageRuns, StageSteps
 
-#: Steps that one statement adds or changes; every database accepts that many parameters.
-BATCH: Final = 500
 #: The models of the tables.
 MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
 #: The fields of a step that one stage hands over to the next, in the order of the model.
