@@ -43,9 +43,10 @@ def storable(text: str, longest: int = LONGEST_ERROR) -> str:
     return cut.encode("utf-8", "replace").decode("utf-8")
 
 
-def end_of_traceback(text: str) -> str:
-    """Return the end of a traceback as a row keeps it."""
-    return storable(text[-LONGEST_TRACEBACK:], LONGEST_TRACEBACK)
+def error_columns(error_type: str, error: str, traceback: str) -> dict[str, str]:
+    """Return the columns of an error as a row keeps it, with the end of its traceback."""
+    end = storable(traceback[-LONGEST_TRACEBACK:], LONGEST_TRACEBACK)
+    return {"error_type": error_type[:LONGEST_TYPE], "error": storable(error), "traceback": end}
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -21,7 +21,7 @@ from .. import queries
 from ..databases import Now
 from ..sending.followed import Fault
 from ..stages.status import NOT_REGISTERED, Status
-from ..texts import LONGEST_TYPE, end_of_traceback, get_logger, storable
+from ..texts import error_columns, get_logger
 from ..transactions import MOST_KEYS, Attempts
 from .message_states import CARRIED
 from .outbox import OutboxMessage
@@ -192,13 +192,7 @@ class StageSteps(models.QuerySet["StageStep"]):
     def record(self, status: Status, fault: Fault) -> int:
         """Set the steps to a status after an error, or while it keeps them waiting; count them."""
         ended = Now() if status in Status.STOPPED else None
-        return self.update(
-            status=status,
-            ended_at=ended,
-            error_type=fault.type[:LONGEST_TYPE],
-            error=storable(fault.text),
-            traceback=end_of_traceback(fault.traceback),
-        )
+        return self.update(status=status, ended_at=ended, **error_columns(*fault))
 
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""

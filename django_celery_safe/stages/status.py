@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import nonmember
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from django.db.models import TextChoices
 from django.utils.translation import gettext_lazy as _
@@ -29,11 +29,8 @@ class Status(TextChoices):
     #: Stopped by ``abort()``; also a step that had not started when another step failed.
     ABORTED = "aborted", _("Aborted")
 
-    if TYPE_CHECKING:
-        STOPPED: frozenset[str]
-    else:
-        #: Statuses that only an operator can change.
-        STOPPED = nonmember(frozenset(("succeeded", "failed", "aborted")))
+    #: Statuses that only an operator can change.
+    STOPPED = nonmember(frozenset(("succeeded", "failed", "aborted")))
 
 
 class Progress(NamedTuple):

@@ -653,8 +653,8 @@ MUTATIONS = {
         ),
         M(
             "models.message_states:OutboxMessages.fail_task",
-            "self.claimed(token).update(",
-            "self.update(",
+            "self.claimed(token).update(**sets, **kept)",
+            "self.update(**sets, **kept)",
             "a run that lost its claim fails the row of the run that has it",
         ),
         M(
