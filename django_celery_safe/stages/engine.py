@@ -109,14 +109,14 @@ def start(
         if not key:
             raise
         # That run may have ended since, or this transaction's isolation may hide it.
-        raise AlreadyStarted(key, store.runs().filter(active_key=key).first()) from error
+        raise AlreadyStarted(key, store.runs.filter(active_key=key).first()) from error
     except DatabaseError as error:
         refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
         raise
 
 
 def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
-    run = store.runs().create(
+    run = store.runs.create(
         **labels,
         active_key=labels["key"] or None,  # type: ignore[misc]
         stages=len(plan.stages),
@@ -124,7 +124,7 @@ def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
         created_at=Now(),
     )
     steps = [
-        store.step(
+        store.steps.model(
             run=run,
             stage=stage,
             position=position,
@@ -136,7 +136,7 @@ def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    store.steps().bulk_create(steps, batch_size=MOST_KEYS)
+    store.steps.bulk_create(steps, batch_size=MOST_KEYS)
     if steps[0].pk is None:  # MySQL returns no keys
         steps = list(run.steps)
     run.refresh_from_db(using=store.alias)
@@ -153,7 +153,7 @@ def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
         pk: The run.
         write: Ends the message; returns whether its claim still held it.
     """
-    with store.runs().locked(pk) as run:
+    with store.runs.locked(pk) as run:
         if run is not None and run.status not in Status.STOPPED:
             go_on(store, run)
         return write()
@@ -190,14 +190,14 @@ def settle(store: StepTable, steps: StageSteps) -> None:
     found = {step.task_id: step.pk for step in steps.open().only("task_id")}
     ids = [*found]
     for first in range(0, len(ids), MOST_KEYS):
-        rows = store.messages().carried(*ids[first : first + MOST_KEYS]).exclude(result="")
+        rows = store.messages.carried(*ids[first : first + MOST_KEYS]).exclude(result="")
         for task_id, text in rows.values_list("task_id", "result"):
             succeed(store, found[task_id], task_id, "" if text == NOTHING else text)
 
 
 def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
     """Let a running step wait for its message again; where its run has stopped, abort it."""
-    with store.runs().locked(pk) as run:
+    with store.runs.locked(pk) as run:
         stopped = run is None or run.status in Status.STOPPED
         if stopped:
             settle(store, row)
@@ -209,7 +209,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
     found = queries.fetch(store.alias, "hand_over", run=run.pk, stage=run.stage)
     if not found:
         return
-    rows = [store.step.from_db(store.alias, HANDED_OVER, row) for row in found]
+    rows = [store.steps.model.from_db(store.alias, HANDED_OVER, row) for row in found]
     ended = [step for step in rows if step.stage == run.stage]
     following = rows[len(ended) :]
     try:
@@ -253,8 +253,8 @@ def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
 def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
     """End a locked run that is active, and abort its steps that have not started."""
     _end(store, run, status, error)
-    settle(store, store.steps().filter(run=run.pk, stage=run.stage))
-    waiting = store.steps().filter(run=run.pk).waiting()
+    settle(store, store.steps.filter(run=run.pk, stage=run.stage))
+    waiting = store.steps.filter(run=run.pk).waiting()
     drop_messages(store, waiting.filter(stage=run.stage))
     waiting.update(status=Status.ABORTED, ended_at=Now())
 
@@ -262,7 +262,7 @@ def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> No
 def _end(store: StepTable, run: StageRun, status: Status, error: str = "", **sets: Any) -> None:
     """Record the end of a locked run, and emit its event."""
     sets |= {"status": status, "error": error, "ended_at": Now(), "active_key": None}
-    store.runs().filter(pk=run.pk).update(**sets)
+    store.runs.filter(pk=run.pk).update(**sets)
     event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
     _emit(store, event, run, status=status.value, error=error)
 
@@ -272,11 +272,11 @@ def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False)
     ids = list(steps.values_list("task_id", flat=True))
     skip = connections[store.alias].features.has_select_for_update_skip_locked
     for first in range(0, len(ids), MOST_KEYS):
-        rows = store.messages().carried(*ids[first : first + MOST_KEYS])
+        rows = store.messages.carried(*ids[first : first + MOST_KEYS])
         if not claimed:
             rows = rows.exclude(state="running")
         found = list(rows.select_for_update(skip_locked=skip).values_list("pk", flat=True))
-        store.messages().filter(pk__in=found).erase()
+        store.messages.filter(pk__in=found).erase()
 
 
 def _emit(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
@@ -294,7 +294,7 @@ def resume(run: StageRun) -> None:
             if (busy := now.steps.alive().first()) is not None:
                 raise IllegalTransition(str(run), "resume", f"its step {busy} still runs")
             # This update comes first because it fails if another run holds the key.
-            store.runs().filter(pk=run.pk).update(
+            store.runs.filter(pk=run.pk).update(
                 status=Status.RUNNING, ended_at=None, error="", active_key=now.key or None
             )
             settle(store, now.steps.filter(stage=now.stage))
@@ -323,7 +323,7 @@ def _deciding(
     store: StepTable, run: StageRun, action: str, allowed: Collection[str]
 ) -> Iterator[StageRun]:
     """Lock a run for an operator's decision, if its status allows that; refresh it afterwards."""
-    with store.runs().locked(run.pk) as now:
+    with store.runs.locked(run.pk) as now:
         if now is None or now.status not in allowed:
             reason = "it was deleted" if now is None else f"its status is {now.status}"
             raise IllegalTransition(str(run), action, reason)
@@ -346,7 +346,7 @@ def _find_unsettled(run: StageRun) -> list[StageSteps]:
 def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
     steps = list(rows)
     drop_messages(store, rows, claimed=True)  # so that no earlier run of them counts any more
-    if store.messages().carried(*[step.task_id for step in steps]).exists():
+    if store.messages.carried(*[step.task_id for step in steps]).exists():
         run = steps[0].run
         raise IllegalTransition(str(run), "resume", "a step of it is about to commit its work")
     for step in steps:

@@ -170,7 +170,7 @@ class StepFollower:
         step = self.table.at(self.pk, task_id).first()
         if step is None:
             return write()
-        with self.table.runs().locked(step.run_id) as run:
+        with self.table.runs.locked(step.run_id) as run:
             engine.settle(self.table, self.table.at(self.pk, task_id))
             ours = write()
             if ours:

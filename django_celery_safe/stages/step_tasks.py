@@ -186,7 +186,7 @@ def _refuse(task: Any, request: Context, follower: StepFollower) -> NoReturn:
         f"{task.name} is a step, and is no SafeTask on this worker, so nothing would end its "
         f"message. Write @shared_task(base=SafeTask)."
     )
-    message = follower.table.messages().carried(request.id or "")
+    message = follower.table.messages.carried(request.id or "")
     follower.fail(request.id or "", lambda: bool(message.erase()), Fault.of(error))
     raise error
 

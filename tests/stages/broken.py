@@ -73,7 +73,7 @@ def _ending_stages(is_last: IsLast) -> Iterator[None]:
 
 
 def _is_last_by_count(store: StepTable, run: int, stage: int) -> bool:
-    return not store.steps().filter(run=run, stage=stage).unfinished().exists()
+    return not store.steps.filter(run=run, stage=stage).unfinished().exists()
 
 
 def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
@@ -86,7 +86,7 @@ def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
         except DatabaseError:
             _make_counters(store.alias)
             cursor.execute(_RAISE.format(there), place)
-        total = store.steps().filter(run=run, stage=stage).count()
+        total = store.steps.filter(run=run, stage=stage).count()
         # Another step may have raised it, too, since: then both read the same.
         cursor.execute(_READ, place)
         return bool(cursor.fetchone() == (total,))
@@ -114,7 +114,7 @@ def _make_counters(alias: str) -> None:
 
 def _go_on(store: StepTable, pk: int, stage: int) -> None:
     with transaction.atomic(using=store.alias):
-        run = store.runs().get(pk=pk)
+        run = store.runs.get(pk=pk)
         if run.status in Status.STOPPED:
             return
         params = engine.encode_params(run, run.steps.filter(stage=stage))
@@ -124,7 +124,7 @@ def _go_on(store: StepTable, pk: int, stage: int) -> None:
             changes |= {"stage": stage + 1}
         else:
             changes |= {"status": Status.SUCCEEDED, "ended_at": Now()}
-        store.runs().filter(pk=run.pk).update(**changes)
+        store.runs.filter(pk=run.pk).update(**changes)
         step_messages.send(store, following)
     if not following:
         RUN_ENDED.emit(engine.start, run=run.pk, status=Status.SUCCEEDED.value, error="")

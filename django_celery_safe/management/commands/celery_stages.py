@@ -40,7 +40,7 @@ class Command(ActionCommand):
             changing.add_argument("ids", nargs="+", type=int, metavar="ID")
 
     def _list(self, options: dict[str, Any]) -> None:
-        runs = step_table().runs().listed().order_by("-pk")
+        runs = step_table().runs.listed().order_by("-pk")
         if options["state"]:
             runs = runs.filter(status=options["state"])
         headings = ("ID", "STATUS", "STAGE", "STEPS", "AGE", "RUN")
@@ -87,7 +87,7 @@ def get_run(pk: int) -> StageRun:
     Raises:
         CommandError: The run does not exist.
     """
-    run = step_table().runs().listed().filter(pk=pk).first()
+    run = step_table().runs.listed().filter(pk=pk).first()
     if run is None:
         raise CommandError(f"There is no run {pk}. `manage.py celery_stages list` shows the IDs.")
     return run
