@@ -129,13 +129,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         sent = self.sent().filter(due_at__isnull=True, sent_at__lt=Now() - age)
         return sent.order_by("sent_at")
 
-    def done_before(self, age: timedelta) -> OutboxMessages:
-        """Messages whose task succeeded more than ``age`` ago, oldest first."""
-        return self.done().filter(ended_at__lt=Now() - age).order_by("ended_at")
-
-    def failed_before(self, age: timedelta) -> OutboxMessages:
-        """Messages whose task failed more than ``age`` ago, oldest first."""
-        return self.failed().filter(ended_at__lt=Now() - age).order_by("ended_at")
+    def ended_before(self, age: timedelta) -> OutboxMessages:
+        """Messages whose task ended, or that were given up, more than ``age`` ago, oldest first."""
+        return self.filter(ended_at__lt=Now() - age).order_by("ended_at")
 
     def claim(
         self, limit: int, lease: timedelta, token: str, *, since: datetime | None = None

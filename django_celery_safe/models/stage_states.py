@@ -79,8 +79,7 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def unprotected(self) -> StageRuns:
         """Runs that no row of the project has protected from deletion in the last day."""
-        long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
-        return self.filter(Q(protected_at__isnull=True) | long_ago)
+        return self.exclude(protected_at__gte=Now() - PROTECTED_FOR)
 
     def lock(self, pk: int) -> StageRun | None:
         """

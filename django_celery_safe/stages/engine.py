@@ -149,9 +149,7 @@ def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
     """
     Continue a run whose stage seems to be complete, and end the message of its last step.
 
-    Args:
-        pk: The run.
-        write: Ends the message; returns whether its claim still held it.
+    ``write`` ends the message, and returns whether its claim still held it.
     """
     with store.runs.locked(pk) as run:
         if run is not None and run.status not in Status.STOPPED:
@@ -173,12 +171,7 @@ def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) 
 
 
 def succeed(store: StepTable, pk: int, task_id: str, text: str, held: Held | None = None) -> None:
-    """
-    Record that a step succeeded, unless it has ended, with the params that it returned, as JSON.
-
-    Args:
-        held: The claim that must still hold its message; None: any.
-    """
+    """Record that a step succeeded with these params, if it is open and its message is held."""
     attempt, token = held or ("", "")
     step = {"pk": pk, "task_id": task_id, "params": text}
     claim = {"attempt": attempt, "token": token, "is_sure": held is None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, current_app, states
 from django.db import transaction
@@ -21,8 +21,6 @@ from .step_table import StepTable
 if TYPE_CHECKING:
     from ..models.stages import StageStep
 
-#: Options of an entry that its message has.
-OPTIONS: Final[tuple[str, ...]] = ("queue", "priority", "countdown")
 #: The steps that wait while this thread runs other steps eagerly.
 _eager = threading.local()
 
@@ -40,11 +38,8 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
     def send_all(given: dict[str, Any]) -> None:
         for step in steps:
             args, kwargs, options = _message(app, step)
-            task = app.tasks.get(step.task)
-            if task is None:  # only other workers know it
-                app.send_task(step.task, args, kwargs, **options)
-            else:
-                task.apply_async(args, kwargs, **options)
+            # A signature also sends a task that only other workers know.
+            app.signature(step.task).apply_async(args, kwargs, **options)
         captured = CAPTURED.get()
         for message in captured.messages if captured else ():
             # A receiver of Celery's signals may have sent others.
@@ -92,10 +87,9 @@ def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
     """Return the arguments and options of a step's message; the params stay in the table."""
     task = app.tasks.get(step.task)
     place = {"run": step.run_id, "step": step.pk}
-    args: tuple[Any, ...] = (place,)
-    if task is not None and get_step_layer(task) is None:
-        args = (place, step.task)
+    is_plain = task is not None and get_step_layer(task) is None
+    args = (place, step.task) if is_plain else (place,)
     header = Header(task=step.task, step=step.pk, using=step._state.db)
-    arguments, given = read_entry(step.arguments_text)
-    options = {name: given[name] for name in OPTIONS if name in given}
+    arguments, options = read_entry(step.arguments_text)
+    options.pop("retries", None)  # the step itself counts them
     return args, arguments, {"task_id": step.task_id, "headers": {HEADER: header}, **options}
