@@ -102,7 +102,8 @@ def keep(
 
 def can_carry(message: Message) -> bool:
     """Return whether a message's task ends its row; Celery's own, such as chord tasks, do not."""
-    return is_ours(message.app, message.task)
+    is_step = "step" in message.options["headers"].get(HEADER, ())  # workers know its task
+    return is_step or is_ours(message.app, message.task)
 
 
 def is_ours(app: Celery, task: str) -> bool:

@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,8 @@ from ..exceptions import ConfigurationError
 from ..sending import SafeTaskMixin
 from ..values import NotPlain, decode, encode
 
+#: Most entries of a plan: all of them are written in one transaction.
+MOST_ENTRIES: Final = 100_000
 #: Longest params of a run and arguments of an entry, in characters of JSON: steps read them.
 LONGEST_PARAMS: Final = 65536
 #: Largest priority, and least: beyond, a float skips whole numbers.
@@ -71,13 +73,35 @@ class EntryParts(NamedTuple):
     options: dict[str, Any]
 
 
-def make_entry(given: Any, app: Celery) -> Entry:
+def read_entries(plan: Iterable[Any], app: Celery) -> dict[float, list[Entry]]:
     """
-    Check an entry and return it in its final form.
+    Check the entries of a plan; return them in their final form, by their priority.
 
     Raises:
-        InvalidEntry: It can't be run.
+        ConfigurationError: One of them can't be run, or there are none, or too many.
     """
+    found: dict[float, list[Entry]] = {}
+    for number, given in enumerate(plan, 1):
+        if number > MOST_ENTRIES:
+            raise invalid(f"it has more than {MOST_ENTRIES:,} entries", "Start several.")
+        try:
+            entry = _make_entry(given, app)
+        except InvalidEntry as error:
+            reason, hint = error.args
+            where = f"entry {number}, {given!r:.200},"
+            raise invalid(f"{where} {reason}", hint) from error.__cause__
+        found.setdefault(entry.priority, []).append(entry)
+    if not found:
+        raise invalid("it has no entries", ENTRY_HINT)
+    return found
+
+
+def invalid(reason: str, hint: str) -> ConfigurationError:
+    """Return the error of a plan: its fault, as a clause, and advice, as a sentence."""
+    return ConfigurationError(f"The plan can't be run: {reason}. {hint}")
+
+
+def _make_entry(given: Any, app: Celery) -> Entry:
     if not isinstance(given, tuple | list) or len(given) not in (2, 3):
         raise InvalidEntry("is not an entry", ENTRY_HINT)
     name, priority, third = (*given, {})[:3]
@@ -100,7 +124,7 @@ def make_entry(given: Any, app: Celery) -> Entry:
 
 def read_entry(text: str) -> EntryParts:
     """Return arguments and options as a step's row has them."""
-    return _split(decode(text) or {})
+    return _split(decode(text)) if text else EntryParts({}, {})
 
 
 def _split(given: Mapping[str, Any]) -> EntryParts:

@@ -15,10 +15,8 @@ from celery.local import Proxy
 
 from ..exceptions import ConfigurationError
 from ..values import NotPlain
-from .entries import ENTRY_HINT, Entry, InvalidEntry, encode_named, make_entry
+from .entries import ENTRY_HINT, Entry, encode_named, invalid, read_entries
 
-#: Most entries of a plan: all of them are written in one transaction.
-MOST_ENTRIES: Final = 100_000
 #: Most characters of a key and of a name, as the columns have them.
 LONGEST_LABEL: Final = 255
 #: Allowed starts of a URL. A click on another, such as ``javascript:``, could run code.
@@ -78,20 +76,8 @@ def make_plan(
         plan, params = _read_dictionary(plan, params)
     # A lazy task claims to be iterable but is not.
     if isinstance(plan, str | bytes | Proxy) or not isinstance(plan, Iterable):
-        raise _invalid(f"{plan!r} is not a list of entries", ENTRY_HINT)
-    stages: dict[float, list[Entry]] = {}
-    for number, given in enumerate(plan, 1):
-        if number > MOST_ENTRIES:
-            raise _invalid(f"it has more than {MOST_ENTRIES:,} entries", "Start several.")
-        try:
-            entry = make_entry(given, app)
-        except InvalidEntry as error:
-            reason, hint = error.args
-            where = f"entry {number}, {given!r:.200},"
-            raise _invalid(f"{where} {reason}", hint) from error.__cause__
-        stages.setdefault(entry.priority, []).append(entry)
-    if not stages:
-        raise _invalid("it has no entries", ENTRY_HINT)
+        raise invalid(f"{plan!r} is not a list of entries", ENTRY_HINT)
+    stages = read_entries(plan, app)
     in_order = [stages[priority] for priority in sorted(stages, reverse=True)]
     return Plan(in_order, _encode_params(params))
 
@@ -102,9 +88,9 @@ def _read_dictionary(
     # The source document of this form spells ``sub_tasks`` in two ways.
     if "sub_tasks" not in plan or not plan.keys() <= {"sub_tasks", "params"}:
         form = 'Write {"sub_tasks": [["task", 1]], "params": {}}.'
-        raise _invalid(f"it is a dictionary with {', '.join(map(repr, plan))}", form)
+        raise invalid(f"it is a dictionary with {', '.join(map(repr, plan))}", form)
     if params is not None and "params" in plan:
-        raise _invalid("its 'params' are given twice", "Give them once.")
+        raise invalid("its 'params' are given twice", "Give them once.")
     return plan["sub_tasks"], plan.get("params", params)
 
 
@@ -113,11 +99,7 @@ def _encode_params(params: Any) -> str:
         return "{}" if params is None else encode_named(params) or "{}"
     except NotPlain as error:
         hint = "Give a dict of little and plain data: primary keys."
-        raise _invalid(f"its params can't be kept: {error}", hint) from error
-
-
-def _invalid(reason: str, hint: str) -> ConfigurationError:
-    return ConfigurationError(f"The plan can't be run: {reason}. {hint}")
+        raise invalid(f"its params can't be kept: {error}", hint) from error
 
 
 def make_labels(key: Any, name: Any, url: Any) -> dict[str, str]:

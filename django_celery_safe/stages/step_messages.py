@@ -11,10 +11,9 @@ from django.db import transaction
 
 from ..delivery.call import load_tasks
 from ..delivery.header import HEADER, Header
-from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
-from ..sending.outbox import name_attempt
+from ..sending.outbox import UNTIL_DONE
 from .entries import get_step_layer, read_entry
 from .step_table import StepTable
 
@@ -40,13 +39,8 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
             args, kwargs, options = _message(app, step)
             # A signature also sends a task that only other workers know.
             app.signature(step.task).apply_async(args, kwargs, **options)
-        captured = CAPTURED.get()
-        for message in captured.messages if captured else ():
-            # A receiver of Celery's signals may have sent others.
-            if "step" in message.options["headers"].get(HEADER, ()):
-                name_attempt(message, store.alias)  # it is carried, whoever knows the task
 
-    hold(app, send_all, store.alias, {}, outbox=True)
+    hold(app, send_all, store.alias, {}, outbox=UNTIL_DONE)
 
 
 def runs_eagerly() -> bool:

@@ -7,7 +7,7 @@ import pytest
 from celery import Celery, Task
 
 from django_celery_safe import ConfigurationError, SafeTask, idempotent, single_instance, stages
-from django_celery_safe.stages import plan as plans
+from django_celery_safe.stages import entries as of_plans
 from tests.concurrency.mailbox import Mailbox
 from tests.stages.tasks import add, note, plain
 
@@ -117,7 +117,7 @@ def test_params_are_given_once() -> None:
 
 def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan has an upper bound, which a generator without end reaches too."""
-    monkeypatch.setattr(plans, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(of_plans, "MOST_ENTRIES", 3)
     assert len(stages.make_plan([(note, 1)] * 3).stages[0]) == 3
     with pytest.raises(ConfigurationError, match="more than 3 entries"):
         stages.make_plan((note, 1) for _ in iter(int, 1))
