@@ -95,21 +95,15 @@ class OutboxMessage(ListedRow):
             ("discard_outboxmessage", "Can discard outbox message"),
         )
         indexes = (
-            partial_index("safe_outbox_due", LIVE, "due_at", "id"),
+            partial_index("safe_outbox_due", LIVE, "due_at id"),
             partial_index("safe_outbox_chord", ~Q(chord=""), "chord"),
-            partial_index(
-                "safe_outbox_sent", Q(state=State.SENT), "sent_at", whole=["state", "sent_at"]
-            ),
+            partial_index("safe_outbox_sent", Q(state=State.SENT), "sent_at", "state sent_at"),
             models.Index(fields=["attempt"], name="safe_outbox_attempt"),
             partial_index("safe_outbox_task_id", CARRIED, "task_id"),
             # Done, failed and dead messages are listed, counted and deleted apart.
-            partial_index(
-                "safe_outbox_done", Q(state=State.DONE), "ended_at", whole=["state", "ended_at"]
-            ),
+            partial_index("safe_outbox_done", Q(state=State.DONE), "ended_at", "state ended_at"),
             partial_index("safe_outbox_failed", Q(state=State.FAILED), "ended_at"),
-            partial_index(
-                "safe_outbox_dead", Q(state=State.DEAD), "ended_at", whole=["ended_at", "state"]
-            ),
+            partial_index("safe_outbox_dead", Q(state=State.DEAD), "ended_at", "ended_at state"),
         )
 
     def __str__(self) -> str:

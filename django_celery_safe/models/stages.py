@@ -80,9 +80,7 @@ class StageRun(ListedRow):
             ("abort_stagerun", "Can abort run of stages"),
         )
         indexes = (
-            partial_index(
-                "safe_run_active", Q(status__in=["waiting", "running"]), "id", whole=["status"]
-            ),
+            partial_index("safe_run_active", Q(status__in=["waiting", "running"]), "id", "status"),
             partial_index("safe_run_ended", Q(ended_at__isnull=False), "ended_at"),
             models.Index(fields=["key"], name="safe_run_key"),
         )
@@ -309,11 +307,7 @@ class StageStep(ListedRow):
         )
         indexes = (
             partial_index(
-                "safe_step_unfinished",
-                ~Q(status="succeeded"),
-                "run",
-                "stage",
-                whole=["run", "stage", "status"],
+                "safe_step_unfinished", ~Q(status="succeeded"), "run stage", "run stage status"
             ),
             models.Index(fields=["task_id"], name="safe_step_task_id"),
         )
