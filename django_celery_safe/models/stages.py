@@ -53,9 +53,7 @@ class StageRun(ListedRow):
     url = ExactTextField(default="", blank=True)
     #: The key of an active run, which must be unique; None: the run has no key, or has ended.
     active_key = ExactCharField(max_length=255, null=True)  # type: ignore[misc]
-    status = ExactCharField(
-        _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
-    )
+    status = ExactCharField(_("status"), max_length=9, choices=Status.choices, default="waiting")
     #: Number of the stage that runs, or ran last, counted from 1.
     stage = models.PositiveIntegerField(default=1)
     #: Number of stages.
@@ -276,9 +274,7 @@ class StageStep(ListedRow):
     task = ExactCharField(_("task"), max_length=255)
     #: The entry's arguments and options, as JSON; "": none; see :attr:`arguments`, :attr:`options`.
     arguments_text = ExactTextField(default="", blank=True, db_column="arguments")
-    status = ExactCharField(
-        _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
-    )
+    status = ExactCharField(_("status"), max_length=9, choices=Status.choices, default="waiting")
     #: The task id of the message that runs the step. A resumed step gets a new task id.
     task_id = ExactCharField(_("task id"), max_length=36)
     started_at = models.DateTimeField(_("started at"), null=True)

@@ -119,7 +119,8 @@ def make_labels(key: Any, name: Any, url: Any) -> dict[str, str]:
             f"The run can't be started: its key is {key!r:.300}. Give a text that can be seen, of "
             f'at most {LONGEST_LABEL} characters, such as "album:7".'
         )
-    shown = "".join(letter if letter.isprintable() else " " for letter in str(name))
+    text = "" if name is None else str(name)
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
     if len(shown) > LONGEST_LABEL:
         shown = f"{shown[: LONGEST_LABEL - 1]}…"
     address = str(url.get_absolute_url() if hasattr(url, "get_absolute_url") else url)
