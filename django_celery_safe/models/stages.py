@@ -238,10 +238,7 @@ class StageRun(ListedRow):
 
     def find_database(self) -> str:
         """Return the alias of the database where the run can be changed, not of a replica."""
-        alias = self._state.db
-        if alias is None or alias == router.db_for_read(StageRun):
-            return router.db_for_write(StageRun)
-        return alias
+        return router.db_for_write(StageRun, instance=self)
 
     def refresh_from_db(self, using: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Reload the run, like Django's, but from its own database: a replica may be behind."""
