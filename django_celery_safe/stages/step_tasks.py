@@ -78,8 +78,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         task, request, _ = find_call(stepped, function, args)
-        run = None if request is None else find_run(request.id)
-        if request is None or not _is_step(run, request):
+        if request is None or "step" not in get_header(request):
             missing = {name: None for name in asked if name not in kwargs}
             return run_for(request, function, args, {**kwargs, **missing})
 
@@ -98,7 +97,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
             result = run_for(request, function, tuple(map(fill, args)), named)
             return read_result(task.name, result)
 
-        return run_step(task, request, run, do)
+        return run_step(task, request, do)
 
     own = own_signature(function)
     shown = [one for one in own.parameters.values() if one.name not in asked]
@@ -135,16 +134,10 @@ def run_plain(task: Any, request: Any, function: Function, /, *args: Any, **kwar
         result = run_for(request, function, (data, task.name), kwargs)
         return read_dictionary(task.name, result)
 
-    return run_step(task, request, find_run(request.id), do)
+    return run_step(task, request, do)
 
 
-def _is_step(run: Run | None, request: Context) -> bool:
-    return "step" in get_header(request) if run is None else run.follower is not None
-
-
-def run_step(
-    task: Any, request: Context, run: Run | None, do: Callable[[StepFollower], Outcome]
-) -> Any:
+def run_step(task: Any, request: Context, do: Callable[[StepFollower], Outcome]) -> Any:
     """
     Call the function of a message's step, and let the message's run know the outcome.
 
@@ -152,6 +145,7 @@ def run_step(
         ConfigurationError: The task is no SafeTask here, so nothing would end its message.
         InvalidResult: The outcome can't be recorded.
     """
+    run = find_run(request.id)
     follower = find_follower(get_header(request)) if run is None else run.follower
     assert follower is not None  # it is a step
     if run is None and not request.is_eager:
