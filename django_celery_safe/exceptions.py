@@ -228,7 +228,7 @@ class AlreadyStarted(CelerySafeError):
 
     Args:
         key: The key.
-        run: That run, a ``StageRun``; None: another transaction has it, and does not show it yet.
+        run: That run, a ``StageRun``; None: it has ended, or is not visible yet.
     """
 
     key: str

@@ -160,9 +160,10 @@ WHERE s.id = :pk AND s.task_id = :task_id
 UPDATE django_celery_safe_stagestep
 SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
     traceback = ''
-WHERE id = :pk AND task_id = :task_id AND status = 'running' AND (:is_eager OR EXISTS (
-    SELECT 1 FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
-))
+WHERE id = :pk AND task_id = :task_id AND status IN ('waiting', 'running')
+    AND (:is_sure OR EXISTS (
+        SELECT 1 FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
+    ))
 
 -- find_unfinished_step --
 SELECT id FROM django_celery_safe_stagestep

@@ -1,5 +1,5 @@
 """
-How this app's output and logs show durations and foreign text.
+How this app's output and logs show durations and foreign text, and how its tables store that.
 
 An error, a task's name or a holder may contain a newline, which would start a new line in
 a log, or an escape sequence, which a terminal would obey.
@@ -8,10 +8,14 @@ a log, or an escape sequence, which a terminal would obey.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 #: Types that can't hold text from outside.
 _PLAIN = (int, float, bool, type(None))
+#: Characters of an error, of its type, and of the end of its traceback, that a row keeps.
+LONGEST_ERROR: Final = 1000
+LONGEST_TYPE: Final = 255
+LONGEST_TRACEBACK: Final = 4000
 
 
 def duration(seconds: float | None) -> str:
@@ -31,6 +35,18 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def storable(text: str, longest: int = LONGEST_ERROR) -> str:
+    """Return a text that every database can store, cut to ``longest`` characters."""
+    cut = text[:longest].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return cut.encode("utf-8", "replace").decode("utf-8")
+
+
+def error_columns(error_type: str, error: str, traceback: str) -> dict[str, str]:
+    """Return the columns of an error as a row keeps it, with the end of its traceback."""
+    end = storable(traceback[-LONGEST_TRACEBACK:], LONGEST_TRACEBACK)
+    return {"error_type": error_type[:LONGEST_TYPE], "error": storable(error), "traceback": end}
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -67,7 +67,8 @@ def begin(*stage_sizes: int) -> StageRun:
 
 def deliver(step: StageStep) -> None:
     """Run a step in this process."""
-    options = with_header({}, Header(task=step.task, step=step.pk))
+    header = Header(task=step.task, step=step.pk, using=step._state.db)
+    options = with_header({}, header)
     current_app.tasks[step.task].apply([{}], task_id=step.task_id, throw=True, **options)
 
 
@@ -211,8 +212,8 @@ def test_those_that_can_not_be_changed_are_named(shop: str) -> None:
     out, why = refused("abort", *ids)
     assert [line.split()[1] for line in out.splitlines()] == [str(goes.pk), str(other.pk)]
     assert why == (
-        f"Can't abort run {done.pk}: it has succeeded. Nothing was changed. There is no run "
-        f"99. `manage.py celery_stages list` shows the IDs."
+        f"Can't abort run {done.pk}: its status is succeeded. Nothing was changed. There is no "
+        f"run 99. `manage.py celery_stages list` shows the IDs."
     )
     for action in ("show", "resume", "abort"):
         assert refused(action, "99")[1].startswith("There is no run 99. ")

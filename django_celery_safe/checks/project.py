@@ -15,7 +15,7 @@ from ..idempotency import Idempotent
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from ..sending.outbox import UNTIL_DONE, task_wants_outbox
-from ..stages.plan import get_step_layer
+from ..stages.entries import get_step_layer
 
 #: The name of the shipped task that relays the outbox.
 RELAY_TASK: Final = "django_celery_safe.tasks.relay_outbox"

@@ -148,9 +148,9 @@ def _read_outbox(alias: str) -> Iterator[Sample]:
 def _read_stages(alias: str) -> Iterator[Sample]:
     table = table_in(alias)
     for status in (Status.WAITING, Status.RUNNING):
-        runs = table.runs().active().filter(status=status)
+        runs = table.runs.active().filter(status=status)
         yield "stage_runs", overview.count(runs), (alias, str(status))
-    yield "stage_steps_overdue", overview.count(table.steps().overdue()), (alias,)
+    yield "stage_steps_overdue", overview.count(table.steps.overdue()), (alias,)
 
 
 def _read_locks(_: str) -> Iterator[Sample]:

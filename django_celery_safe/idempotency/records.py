@@ -28,7 +28,7 @@ from ..leases.claim import Claim
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease import clock
 from ..leases.lease_table import LeaseTable
-from ..texts import get_logger
+from ..texts import get_logger, storable
 from ..transactions import TRIES, reconnect
 from ..values import decode
 
@@ -193,8 +193,6 @@ class RecordClaim(Claim):
         try:
             self.finish(result)
         except InvalidResult as error:
-            from ..models.text import storable  # needs the app registry
-
             self._error = storable(error.reason)
             self._record_done("")
             raise
@@ -262,8 +260,6 @@ class RecordClaim(Claim):
             Whether it is recorded; False: the claim was lost; None: finish() has ended the work,
             or the database does not answer.
         """
-        from ..models.text import storable  # needs the app registry
-
         written, failed = storable(reason), self._rows().failed().filter(token=self.token)
         try:
             if self.end_by(lambda: self._end("failed", written), failed.exists, patient=False):

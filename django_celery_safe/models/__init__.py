@@ -7,16 +7,6 @@ Nothing here is imported by the package's ``__init__``: a model there would keep
 
 from __future__ import annotations
 
-from django.apps import apps
-
-from ..exceptions import ConfigurationError
-
-if apps.apps_ready and not apps.is_installed("django_celery_safe"):
-    raise ConfigurationError(
-        '"django_celery_safe" is not in INSTALLED_APPS, so its tables are not there. Add it, and '
-        "run manage.py migrate."
-    )
-
 from .idempotency import IdempotencyRecord
 from .locks import DatabaseLock, Lock
 from .outbox import OutboxMessage

@@ -92,6 +92,6 @@ class PartialIndex(models.Index):
         return path, args, options
 
 
-def partial_index(name: str, rows: Q, *fields: str, whole: Sequence[str] = ()) -> PartialIndex:
-    """Return a :class:`PartialIndex`, shorter to write."""
-    return PartialIndex(rows=rows, fields=fields, whole_fields=whole, name=name)
+def partial_index(name: str, rows: Q, fields: str, whole: str = "") -> PartialIndex:
+    """Return a :class:`PartialIndex` with columns whose names are separated by spaces."""
+    return PartialIndex(rows=rows, fields=fields.split(), whole_fields=whole.split(), name=name)

@@ -120,9 +120,7 @@ class IdempotencyRecord(ListedRow):
         permissions = (("forget_idempotencyrecord", "Can forget idempotency record"),)
         indexes = (
             partial_index("safe_record_expires", Q(expires_at__isnull=False), "expires_at"),
-            partial_index(
-                "safe_record_running", Q(state="running"), "ends_at", whole=["state", "ends_at"]
-            ),
+            partial_index("safe_record_running", Q(state="running"), "ends_at", "state ends_at"),
         )
 
     def __str__(self) -> str:

@@ -17,8 +17,8 @@ from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED
+from ..texts import error_columns, storable
 from ..transactions import Attempts, change_locked, lock_whole
-from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
     from .outbox import OutboxMessage
@@ -129,13 +129,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         sent = self.sent().filter(due_at__isnull=True, sent_at__lt=Now() - age)
         return sent.order_by("sent_at")
 
-    def done_before(self, age: timedelta) -> OutboxMessages:
-        """Messages whose task succeeded more than ``age`` ago, oldest first."""
-        return self.done().filter(ended_at__lt=Now() - age).order_by("ended_at")
-
-    def failed_before(self, age: timedelta) -> OutboxMessages:
-        """Messages whose task failed more than ``age`` ago, oldest first."""
-        return self.failed().filter(ended_at__lt=Now() - age).order_by("ended_at")
+    def ended_before(self, age: timedelta) -> OutboxMessages:
+        """Messages whose task ended, or that were given up, more than ``age`` ago, oldest first."""
+        return self.filter(ended_at__lt=Now() - age).order_by("ended_at")
 
     def claim(
         self, limit: int, lease: timedelta, token: str, *, since: datetime | None = None
@@ -200,14 +196,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def fail_task(self, token: str, error_type: str, error: str, traceback: str) -> bool:
         """Record that a task ended in an error; True if the claim still held the message."""
-        return bool(
-            self.claimed(token).update(
-                **_ended(State.FAILED),
-                error_type=error_type[:LONGEST_TYPE],
-                error=storable(error),
-                traceback=end_of_traceback(traceback),
-            )
-        )
+        sets = {"state": State.FAILED, "ended_at": Now(), "due_at": None, "token": ""}
+        kept = error_columns(error_type, error, traceback)
+        return bool(self.claimed(token).update(**sets, **kept))
 
     def put_back(self, token: str, delay: timedelta, error: str, *, died: bool = False) -> bool:
         """End the claim and re-send the message after ``delay``; True if it was still held."""
@@ -256,8 +247,3 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Emit an event at the commit for each message that an operator retried or discarded."""
         for task, task_id in rows:
             event.emit_on_commit(self.model, using=self.db, task=task, task_id=task_id)
-
-
-def _ended(state: State) -> dict[str, Any]:
-    """Return the changes of a row that needs no further look."""
-    return {"state": state, "ended_at": Now(), "due_at": None, "token": ""}

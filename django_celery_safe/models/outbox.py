@@ -11,11 +11,10 @@ from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
 from ..resuming.cursor import Cursor
 from ..sending.serialization import find_arguments
-from ..texts import duration
+from ..texts import LONGEST_TYPE, duration, storable
 from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow
 from .message_states import CARRIED, LIVE, LONGEST_DELAY, SHORTEST_DELAY, OutboxMessages, State
-from .text import LONGEST_TYPE, storable
 
 
 class OutboxMessage(ListedRow):
@@ -96,21 +95,15 @@ class OutboxMessage(ListedRow):
             ("discard_outboxmessage", "Can discard outbox message"),
         )
         indexes = (
-            partial_index("safe_outbox_due", LIVE, "due_at", "id"),
+            partial_index("safe_outbox_due", LIVE, "due_at id"),
             partial_index("safe_outbox_chord", ~Q(chord=""), "chord"),
-            partial_index(
-                "safe_outbox_sent", Q(state=State.SENT), "sent_at", whole=["state", "sent_at"]
-            ),
+            partial_index("safe_outbox_sent", Q(state=State.SENT), "sent_at", "state sent_at"),
             models.Index(fields=["attempt"], name="safe_outbox_attempt"),
             partial_index("safe_outbox_task_id", CARRIED, "task_id"),
             # Done, failed and dead messages are listed, counted and deleted apart.
-            partial_index(
-                "safe_outbox_done", Q(state=State.DONE), "ended_at", whole=["state", "ended_at"]
-            ),
+            partial_index("safe_outbox_done", Q(state=State.DONE), "ended_at", "state ended_at"),
             partial_index("safe_outbox_failed", Q(state=State.FAILED), "ended_at"),
-            partial_index(
-                "safe_outbox_dead", Q(state=State.DEAD), "ended_at", whole=["ended_at", "state"]
-            ),
+            partial_index("safe_outbox_dead", Q(state=State.DEAD), "ended_at", "ended_at state"),
         )
 
     def __str__(self) -> str:

@@ -1,37 +1,34 @@
 """
 Runs of stages and their steps.
 
-``run_states`` and ``step_states`` have their querysets.
+``stage_states`` has their querysets.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
 from celery._state import get_current_task
-from django.db import models, router, transaction
+from django.db import models, router
 from django.db.models import Count, Q
 from django.utils.translation import gettext_lazy as _
 
 from .. import conf
 from ..exceptions import WrongTransaction
 from ..leases.holder import HeldLock, decode_holder
-from ..stages import decisions
-from ..stages.entry_options import read_entry
-from ..stages.progress import Progress, StageProgress
-from ..stages.status import Status
+from ..stages import engine
+from ..stages.entries import read_entry
+from ..stages.status import Progress, StageProgress, Status
 from ..stages.step_messages import runs_eagerly
+from ..texts import LONGEST_TYPE
 from ..transactions import in_atomic
 from ..values import decode
 from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow, seconds_between, shown
 from .outbox import OutboxMessage
-from .run_states import StageRuns
-from .step_states import IN_ORDER, StageSteps
-from .text import LONGEST_TYPE
+from .stage_states import IN_ORDER, StageRuns, StageSteps
 
 #: Time between two looks of a process that waits for the end of a run, s.
 LOOK: Final = 0.25
@@ -56,9 +53,7 @@ class StageRun(ListedRow):
     url = ExactTextField(default="", blank=True)
     #: The key of an active run, which must be unique; None: the run has no key, or has ended.
     active_key = ExactCharField(max_length=255, null=True)  # type: ignore[misc]
-    status = ExactCharField(
-        _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
-    )
+    status = ExactCharField(_("status"), max_length=9, choices=Status.choices, default="waiting")
     #: Number of the stage that runs, or ran last, counted from 1.
     stage = models.PositiveIntegerField(default=1)
     #: Number of stages.
@@ -83,9 +78,7 @@ class StageRun(ListedRow):
             ("abort_stagerun", "Can abort run of stages"),
         )
         indexes = (
-            partial_index(
-                "safe_run_active", Q(status__in=["waiting", "running"]), "id", whole=["status"]
-            ),
+            partial_index("safe_run_active", Q(status__in=["waiting", "running"]), "id", "status"),
             partial_index("safe_run_ended", Q(ended_at__isnull=False), "ended_at"),
             models.Index(fields=["key"], name="safe_run_key"),
         )
@@ -228,7 +221,7 @@ class StageRun(ListedRow):
             IllegalTransition: The run has not ended, has succeeded or still has running steps,
                 or another run with its key has not ended.
         """
-        decisions.resume(self)
+        engine.resume(self)
         return self
 
     def abort(self) -> StageRun:
@@ -240,34 +233,22 @@ class StageRun(ListedRow):
         Raises:
             IllegalTransition: The run has already ended.
         """
-        decisions.abort(self)
+        engine.abort(self)
         return self
 
     def find_database(self) -> str:
         """Return the alias of the database where the run can be changed, not of a replica."""
-        alias = self._state.db
-        if alias is None or alias == router.db_for_read(StageRun):
-            return router.db_for_write(StageRun)
-        return alias
+        return router.db_for_write(StageRun, instance=self)
 
-    def refresh_from_db(
-        self,
-        using: str | None = None,
-        fields: Iterable[str] | None = None,
-        from_queryset: models.QuerySet[Any] | None = None,
-    ) -> None:
+    def refresh_from_db(self, using: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Reload the run, like Django's, but from its own database: a replica may be behind."""
-        using = self._state.db if using is None else using
-        super().refresh_from_db(using, fields, from_queryset)
+        super().refresh_from_db(self._state.db if using is None else using, *args, **kwargs)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
         """Delete the run and its steps, like Django's; the run is locked before its steps."""
-        using = using or self.find_database()
-        with transaction.atomic(using=using):
-            StageRun.objects.using(using).lock(self.pk)
-            return super().delete(using=using, keep_parents=keep_parents)
+        return StageRun.objects.using(using or self.find_database()).filter(pk=self.pk).delete()
 
 
 class StageStep(ListedRow):
@@ -290,9 +271,7 @@ class StageStep(ListedRow):
     task = ExactCharField(_("task"), max_length=255)
     #: The entry's arguments and options, as JSON; "": none; see :attr:`arguments`, :attr:`options`.
     arguments_text = ExactTextField(default="", blank=True, db_column="arguments")
-    status = ExactCharField(
-        _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
-    )
+    status = ExactCharField(_("status"), max_length=9, choices=Status.choices, default="waiting")
     #: The task id of the message that runs the step. A resumed step gets a new task id.
     task_id = ExactCharField(_("task id"), max_length=36)
     started_at = models.DateTimeField(_("started at"), null=True)
@@ -321,11 +300,7 @@ class StageStep(ListedRow):
         )
         indexes = (
             partial_index(
-                "safe_step_unfinished",
-                ~Q(status="succeeded"),
-                "run",
-                "stage",
-                whole=["run", "stage", "status"],
+                "safe_step_unfinished", ~Q(status="succeeded"), "run stage", "run stage status"
             ),
             models.Index(fields=["task_id"], name="safe_step_task_id"),
         )

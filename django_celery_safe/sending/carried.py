@@ -46,7 +46,7 @@ from .carried_claim import DATABASE_AWAY, MessageClaim, claim_message
 from .followed import Fault, fail_message, find_follower
 from .followers import carried_followers, end_with_body, send_followers
 from .message_table import Claimed
-from .outbox import can_carry, keep, name_attempt, rewrite
+from .outbox import carry, keep, rewrite
 from .sender import OutboxSender
 
 if TYPE_CHECKING:
@@ -314,8 +314,7 @@ class Run:
         self._let_wait(why)
         alias, token = self.claim.table.alias, self.claim.token
         for message in captured.messages:
-            if can_carry(message):
-                name_attempt(message, alias)
+            carry(message, alias)
         own = [one for one in captured.messages if one.task_id == self._task_id][:1]
         others = [one for one in captured.messages if one not in own]
         name, replaced = self.claim.name, self._is_replaced

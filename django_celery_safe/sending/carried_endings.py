@@ -19,6 +19,7 @@ from ..delivery.worker import in_background, is_dead_soon
 from ..events import MESSAGE_FAILED
 from ..foreign_errors import describe_error
 from ..leases.holder import HOST, HeldLock, decode_holder
+from ..texts import storable
 from ..transactions import TRIES
 from .carried import end_run
 from .followed import Fault, fail_message, find_follower
@@ -55,8 +56,6 @@ def _in_background(act: Callable[[MessageTable, Outcome], object], outcome: Outc
 
 def _note(table: MessageTable, outcome: Outcome) -> None:
     """Record in the row why this worker can't run the message; another may run it."""
-    from ..models.text import storable  # needs the app registry
-
     kind, text = (
         type(outcome.error).__name__,
         f"refused the message: {describe_error(outcome.error)}",

@@ -122,9 +122,9 @@ def get_prunable(alias: str) -> list[OutboxMessages]:
     """Return querysets of the messages whose retention has expired."""
     rows, found = _messages(alias), []
     if (age := conf.retention("sent")) is not None:
-        found += [rows.sent_before(age), rows.done_before(age)]
+        found += [rows.sent_before(age), rows.done().ended_before(age)]
     if (age := conf.retention("failed")) is not None:
-        found += [rows.failed_before(age)]
+        found += [rows.failed().ended_before(age)]
     return found
 
 

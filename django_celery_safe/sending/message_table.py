@@ -10,6 +10,7 @@ from .. import conf, queries
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
 from ..leases.lease_table import LeaseTable
+from ..texts import storable
 
 #: The states of a message whose task has ended.
 ENDED: Final = ("done", "failed")
@@ -128,8 +129,6 @@ class MessageTable(LeaseTable):
         Args:
             token: The token of the claim. Rows that another has claimed since are not changed.
         """
-        from ..models.text import storable  # needs the app registry
-
         alike: dict[Next, list[int]] = {}
         for pk, then in outcomes.items():
             alike.setdefault(then, []).append(pk)

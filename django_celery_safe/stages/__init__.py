@@ -8,9 +8,9 @@ what a step adds to the message that carries it: see ``sending.carried``.
 from __future__ import annotations
 
 from .engine import start
-from .plan import Entry, Plan, make_plan
-from .progress import Progress, StageProgress
-from .status import Status
+from .entries import Entry
+from .plan import Plan, make_plan
+from .status import Progress, StageProgress, Status
 from .step_tasks import step
 
 __all__ = ["Entry", "Plan", "Progress", "StageProgress", "Status", "make_plan", "start", "step"]

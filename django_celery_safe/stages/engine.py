@@ -12,8 +12,9 @@ into the outbox. No result backend is involved.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
@@ -22,32 +23,22 @@ from django.db import IntegrityError, connections, transaction
 from .. import queries
 from ..databases import Now
 from ..emitting import Event
-from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
-from ..exceptions import AlreadyStarted
+from ..events import RUN_ENDED, RUN_FAILED, RUN_RESUMED, RUN_STARTED, STEP_FAILED
+from ..exceptions import AlreadyStarted, IllegalTransition
 from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
-from ..sending.followed import NOTHING, Fault
-from ..texts import get_logger
-from ..transactions import Attempts, refuse_unmigrated
+from ..sending.followed import NOTHING, Fault, Held
+from ..transactions import MOST_KEYS, Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
-from .labels import make_labels
-from .plan import LONGEST_PARAMS, Plan, make_plan
+from .entries import LONGEST_PARAMS
+from .plan import Plan, make_labels, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, MODELS, StepTable, step_table
+from .step_table import HANDED_OVER, MODELS, StepTable, step_table, table_in
 
 if TYPE_CHECKING:
+    from ..models.stage_states import StageSteps
     from ..models.stages import StageRun, StageStep
-    from ..models.step_states import StageSteps
-
-logger = get_logger(__name__)
-
-#: How many times a start tries to write its run while other runs with its key are ending.
-MOST_STARTS: Final = 3
-#: The fields of a step that one stage hands over to the next, in the order of the model.
-HANDED_OVER: Final = (
-    "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
-)  # fmt: skip
 
 
 def start(
@@ -107,44 +98,33 @@ def start(
     store = step_table()
     must_wait(store.alias)  # the run could not wait for a commit on another database
     try:
-        return _write_once(store, plan, labels)
+        # When the start that holds a key is rolled back, MySQL reports a deadlock to all but one
+        # of the starts that waited for the key.
+        for attempt in Attempts(store.alias, "The start of a run"):
+            with attempt, transaction.atomic(using=store.alias):
+                run = _write(store, plan, labels)
+                attempt.is_written = True
+        return run
+    except IntegrityError as error:
+        if not key:
+            raise
+        # That run may have ended since, or this transaction's isolation may hide it.
+        raise AlreadyStarted(key, store.runs.filter(active_key=key).first()) from error
     except DatabaseError as error:
         refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
         raise
 
 
-def _write_once(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
-    for last in range(1, MOST_STARTS + 1):
-        try:
-            # When the start that holds a key is rolled back, MySQL reports a deadlock to all
-            # but one of the starts that waited for the key.
-            for attempt in Attempts(store.alias, "The start of a run"):
-                with attempt, transaction.atomic(using=store.alias):
-                    run = _write(store, plan, labels)
-                    attempt.is_written = True
-            return run
-        except IntegrityError as error:
-            if not (key := labels["key"]):
-                raise
-            active = store.runs().filter(active_key=key).first()
-            # That run may have ended since, or this transaction's isolation may hide it.
-            if active is not None or last == MOST_STARTS:
-                raise AlreadyStarted(key, active) from error
-    raise AssertionError  # pragma: no cover
-
-
 def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
-    rows = store.steps()
-    run: StageRun = store.run(
+    run = store.runs.create(
         **labels,
-        active_key=labels["key"] or None,
+        active_key=labels["key"] or None,  # type: ignore[misc]
         stages=len(plan.stages),
         params_text=plan.params,
         created_at=Now(),
     )
-    run.save(using=store.alias, force_insert=True)
     steps = [
-        store.step(
+        store.steps.model(
             run=run,
             stage=stage,
             position=position,
@@ -156,11 +136,11 @@ def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    rows.bulk_create(steps, batch_size=BATCH)
+    store.steps.bulk_create(steps, batch_size=MOST_KEYS)
     if steps[0].pk is None:  # MySQL returns no keys
         steps = list(run.steps)
     run.refresh_from_db(using=store.alias)
-    emit_of_run(store, RUN_STARTED, run, stages=run.stages)
+    _emit(store, RUN_STARTED, run, stages=run.stages)
     send(store, [step for step in steps if step.stage == run.stage])
     return run
 
@@ -169,11 +149,9 @@ def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
     """
     Continue a run whose stage seems to be complete, and end the message of its last step.
 
-    Args:
-        pk: The run.
-        write: Ends the message; returns whether its claim still held it.
+    ``write`` ends the message, and returns whether its claim still held it.
     """
-    with store.runs().locked(pk) as run:
+    with store.runs.locked(pk) as run:
         if run is not None and run.status not in Status.STOPPED:
             go_on(store, run)
         return write()
@@ -192,25 +170,27 @@ def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) 
         stop(store, run, Status.FAILED)
 
 
+def succeed(store: StepTable, pk: int, task_id: str, text: str, held: Held | None = None) -> None:
+    """Record that a step succeeded with these params, if it is open and its message is held."""
+    attempt, token = held or ("", "")
+    step = {"pk": pk, "task_id": task_id, "params": text}
+    claim = {"attempt": attempt, "token": token, "is_sure": held is None}
+    queries.execute(store.alias, "succeed_step", **step, **claim)
+
+
 def settle(store: StepTable, steps: StageSteps) -> None:
     """Record what finish() has committed of steps of a locked run, before they end otherwise."""
-    ids = list(steps.open().values_list("task_id", flat=True))
-    for first in range(0, len(ids), BATCH):
-        rows = store.messages().carried(*ids[first : first + BATCH]).exclude(result="")
+    found = {step.task_id: step.pk for step in steps.open().only("task_id")}
+    ids = [*found]
+    for first in range(0, len(ids), MOST_KEYS):
+        rows = store.messages.carried(*ids[first : first + MOST_KEYS]).exclude(result="")
         for task_id, text in rows.values_list("task_id", "result"):
-            steps.filter(task_id=task_id).open().update(
-                status=Status.SUCCEEDED,
-                params_text="" if text == NOTHING else text,
-                ended_at=Now(),
-                error_type="",
-                error="",
-                traceback="",
-            )
+            succeed(store, found[task_id], task_id, "" if text == NOTHING else text)
 
 
 def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
     """Let a running step wait for its message again; where its run has stopped, abort it."""
-    with store.runs().locked(pk) as run:
+    with store.runs.locked(pk) as run:
         stopped = run is None or run.status in Status.STOPPED
         if stopped:
             settle(store, row)
@@ -222,7 +202,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
     found = queries.fetch(store.alias, "hand_over", run=run.pk, stage=run.stage)
     if not found:
         return
-    rows = [store.step.from_db(store.alias, HANDED_OVER, row) for row in found]
+    rows = [store.steps.model.from_db(store.alias, HANDED_OVER, row) for row in found]
     ended = [step for step in rows if step.stage == run.stage]
     following = rows[len(ended) :]
     try:
@@ -235,10 +215,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
         stop(store, run, Status.FAILED, what)
         return
     if not following:
-        store.runs().filter(pk=run.pk).update(
-            status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now(), active_key=None
-        )
-        _emit_ended(store, run, Status.SUCCEEDED, "")
+        _end(store, run, Status.SUCCEEDED, params_text=run.params_text)
         return
     run.stage += 1
     values = {"pk": run.pk, "stage": run.stage, "params": run.params_text}
@@ -255,65 +232,117 @@ def go_on(store: StepTable, run: StageRun) -> None:
 
 def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     """
-    Return the params of a run after these steps, as JSON.
+    Return a run's params with the values that these steps returned, as JSON; later steps win.
 
     Raises:
         NotPlain: They are too large.
     """
-    params = merge(run, ended)
-    return encode(params, LONGEST_PARAMS) if params else "{}"
-
-
-def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
-    """Return a run's params with the values that these steps returned; later steps win."""
     params: dict[str, Any] = decode(run.params_text)
-    by = dict[str, Any]()
-    for step in steps:
-        for key, value in (decode(step.params_text) if step.params_text else {}).items():
-            if key in by and params[key] != value:
-                logger.warning(
-                    "Two steps of %s returned %r, and that of the later one in the plan is kept: "
-                    "%s and %s.",
-                    run,
-                    key,
-                    by[key],
-                    step,
-                )
-            params[key], by[key] = value, step
-    return params
+    for step in ended:
+        params |= step.params
+    return encode(params, LONGEST_PARAMS) if params else "{}"
 
 
 def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
     """End a locked run that is active, and abort its steps that have not started."""
-    store.runs().filter(pk=run.pk).update(
-        status=status, ended_at=Now(), error=error, active_key=None
-    )
-    settle(store, store.steps().filter(run=run.pk, stage=run.stage))
-    waiting = store.steps().filter(run=run.pk).waiting()
+    _end(store, run, status, error)
+    settle(store, store.steps.filter(run=run.pk, stage=run.stage))
+    waiting = store.steps.filter(run=run.pk).waiting()
     drop_messages(store, waiting.filter(stage=run.stage))
     waiting.update(status=Status.ABORTED, ended_at=Now())
-    _emit_ended(store, run, status, error)
+
+
+def _end(store: StepTable, run: StageRun, status: Status, error: str = "", **sets: Any) -> None:
+    """Record the end of a locked run, and emit its event."""
+    sets |= {"status": status, "error": error, "ended_at": Now(), "active_key": None}
+    store.runs.filter(pk=run.pk).update(**sets)
+    event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
+    _emit(store, event, run, status=status.value, error=error)
 
 
 def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False) -> None:
     """Delete the messages of steps of a locked run, but those that a statement has locked."""
     ids = list(steps.values_list("task_id", flat=True))
     skip = connections[store.alias].features.has_select_for_update_skip_locked
-    for first in range(0, len(ids), BATCH):
-        rows = store.messages().carried(*ids[first : first + BATCH])
+    for first in range(0, len(ids), MOST_KEYS):
+        rows = store.messages.carried(*ids[first : first + MOST_KEYS])
         if not claimed:
             rows = rows.exclude(state="running")
         found = list(rows.select_for_update(skip_locked=skip).values_list("pk", flat=True))
-        store.messages().filter(pk__in=found).erase()
+        store.messages.filter(pk__in=found).erase()
 
 
-def _emit_ended(store: StepTable, run: StageRun, status: Status, error: str) -> None:
-    event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
-    emit_of_run(store, event, run, status=status.value, error=error)
-
-
-def emit_of_run(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
+def _emit(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
     """Emit a run's event when the open transaction commits."""
     event.emit_on_commit(
         start, using=store.alias, run=run.pk, key=run.key, name=run.name or run.key, **fields
     )
+
+
+def resume(run: StageRun) -> None:
+    """Run the failed steps and all later ones again; see :meth:`StageRun.resume`."""
+    store = table_in(run.find_database())
+    try:
+        with _deciding(store, run, "resume", (Status.FAILED, Status.ABORTED)) as now:
+            if (busy := now.steps.alive().first()) is not None:
+                raise IllegalTransition(str(run), "resume", f"its step {busy} still runs")
+            # This update comes first because it fails if another run holds the key.
+            store.runs.filter(pk=run.pk).update(
+                status=Status.RUNNING, ended_at=None, error="", active_key=now.key or None
+            )
+            settle(store, now.steps.filter(stage=now.stage))
+            left = [step for rows in _find_unsettled(now) for step in _restart(store, rows)]
+            _emit(store, RUN_RESUMED, now, steps=len(left))
+            if again := [step for step in left if step.stage == now.stage]:
+                send(store, again)
+            else:
+                go_on(store, now)  # the run was stopped while the stage's last step ran
+    except IntegrityError as error:
+        if not run.key:
+            raise
+        reason = f"another run has its key {run.key!r} and has not ended"
+        raise IllegalTransition(str(run), "resume", reason) from error
+
+
+def abort(run: StageRun) -> None:
+    """Abort the steps that have not started; see :meth:`StageRun.abort`."""
+    store = table_in(run.find_database())
+    with _deciding(store, run, "abort", (Status.WAITING, Status.RUNNING)) as now:
+        stop(store, now, Status.ABORTED)
+
+
+@contextmanager
+def _deciding(
+    store: StepTable, run: StageRun, action: str, allowed: Collection[str]
+) -> Iterator[StageRun]:
+    """Lock a run for an operator's decision, if its status allows that; refresh it afterwards."""
+    with store.runs.locked(run.pk) as now:
+        if now is None or now.status not in allowed:
+            reason = "it was deleted" if now is None else f"its status is {now.status}"
+            raise IllegalTransition(str(run), action, reason)
+        yield now
+    run.refresh_from_db(using=store.alias)
+
+
+def _find_unsettled(run: StageRun) -> list[StageSteps]:
+    """Return the steps that a resumed run still has to run, or to run again."""
+    unfinished, ended = run.steps.unfinished(), run.steps.filter(stage=run.stage)
+    if not ended.unfinished().exists():
+        try:
+            encode_params(run, ended)
+        except NotPlain:
+            # Without this, the run would fail again even if the tasks have been fixed.
+            return [ended.exclude(params_text=""), unfinished]
+    return [unfinished]
+
+
+def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
+    steps = list(rows)
+    drop_messages(store, rows, claimed=True)  # so that no earlier run of them counts any more
+    if store.messages.carried(*[step.task_id for step in steps]).exists():
+        run = steps[0].run
+        raise IllegalTransition(str(run), "resume", "a step of it is about to commit its work")
+    for step in steps:
+        step.task_id = str(uuid.uuid4())
+    rows.restart(steps)
+    return steps

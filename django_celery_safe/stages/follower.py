@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from .. import queries
 from ..exceptions import InvalidResult
 from ..sending.followed import NOTHING, Fault, Held
-from ..values import NotPlain, decode, encode
+from ..values import NotPlain, decode
 from . import engine
-from .entry_options import read_entry
-from .plan import LONGEST_PARAMS
+from .entries import encode_named, read_entry
 from .status import Status
 from .step_table import Found, table_in
 
 if TYPE_CHECKING:
+    from ..models.stage_states import StageSteps
     from ..models.stages import StageStep
-    from ..models.step_states import StageSteps
 
 #: The error type of a step that failed without an exception, so that lists can filter by it.
 RETURNED_FALSE: Final = "ReturnedFalse"
@@ -131,12 +130,8 @@ class StepFollower:
         Raises:
             InvalidResult: They are no dict of plain data, or too long.
         """
-        if result is None:
-            return ""
-        if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
-            raise InvalidResult(work, f"its params are {result!r:.200}", STEP_RESULT)
         try:
-            return encode(result, LONGEST_PARAMS, strict=True) if result else ""
+            return "" if result is None else encode_named(result)
         except NotPlain as error:
             raise InvalidResult(work, str(error), STEP_RESULT) from error
 
@@ -148,14 +143,18 @@ class StepFollower:
         """Record the success, and end the message together with what follows in the run."""
         if not self.is_recorded:
             # If the claim was lost, this changes nothing, and write() says so.
-            attempt, token = held or ("", "")
-            values = {"pk": self.pk, "task_id": self._task_id, "params": self._params}
-            claim = {"attempt": attempt, "token": token, "is_eager": held is None}
-            queries.execute(self.table.alias, "succeed_step", **values, **claim)
+            engine.succeed(self.table, self.pk, self._task_id, self._params, held)
             self.is_recorded = True
         if self.found is None or self._is_stage_open(self.found):
             return write()
         return self.context.run(engine.leave, self.table, self.found.run, write)
+
+    def end_eagerly(self) -> None:
+        """Record the outcome of an eager run, which has no message."""
+        if self.fault is None:
+            self.end(None, lambda: True)
+        else:
+            self.fail(self._task_id, lambda: True, self.fault)
 
     def _is_stage_open(self, found: Found) -> bool:
         place = {"run": found.run, "stage": found.stage}
@@ -171,7 +170,7 @@ class StepFollower:
         step = self.table.at(self.pk, task_id).first()
         if step is None:
             return write()
-        with self.table.runs().locked(step.run_id) as run:
+        with self.table.runs.locked(step.run_id) as run:
             engine.settle(self.table, self.table.at(self.pk, task_id))
             ours = write()
             if ours:

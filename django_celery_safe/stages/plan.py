@@ -1,63 +1,26 @@
 """
 Plans: which tasks run together, and which run after them. Plain data, no database.
 
-A plan is checked as a whole before anything is written, so its caller gets an error at once
-if an entry can't run; :mod:`django_celery_safe.stages.engine` runs the plan.
+A plan is checked as a whole before anything is written, and so are the key, the name and the link
+of its run: the caller gets an error at once. :mod:`django_celery_safe.stages.engine` runs it.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from celery import Celery, Signature, current_app
+from celery import Celery, current_app
 from celery.local import Proxy
 
-from .. import conf
-from ..compat import has_models
-from ..concurrency.guard import find_guarded
-from ..delivery.call import layers, load_tasks, own_signature
 from ..exceptions import ConfigurationError
-from ..sending import SafeTaskMixin
-from ..values import NotPlain, encode
-from .entry_options import MARK, OPTIONS, InvalidEntry, check_retries, make_options, split
+from ..values import NotPlain
+from .entries import ENTRY_HINT, Entry, encode_named, invalid, read_entries
 
-#: Longest params of a run and arguments of an entry, in characters of JSON: steps read them.
-LONGEST_PARAMS: Final = 65536
-#: Largest priority, and least: beyond, a float skips whole numbers.
-LARGEST_PRIORITY: Final = 2**53
-#: Most entries of a plan: all of them are written in one transaction.
-MOST_ENTRIES: Final = 100_000
-#: Keys of the dictionary form. Its source document spells ``sub_tasks`` in two ways.
-KEYS: Final = ("sub_tasks", "params")
-
-#: Characters of an entry that an error shows.
-LONGEST_SHOWN: Final = 200
-
-ENTRY_HINT: Final = (
-    "Write (task, priority) or (task, priority, {...}); the highest priority runs first."
-)
-
-
-class Entry(NamedTuple):
-    """
-    One task of a plan.
-
-    Attributes:
-        task: The task's name.
-        priority: Entries of one priority run together, higher priorities before lower ones.
-        arguments: The keyword arguments beside the params, and the options, whose names start
-            with an @, as JSON; "": none.
-    """
-
-    task: str
-    priority: float
-    arguments: str
-
-    def __str__(self) -> str:
-        return f"{self.task} {self.arguments}".rstrip()
+#: Most characters of a key and of a name, as the columns have them.
+LONGEST_LABEL: Final = 255
+#: Allowed starts of a URL. A click on another, such as ``javascript:``, could run code.
+URL_STARTS: Final = ("/", "http://", "https://")
 
 
 class Plan(NamedTuple):
@@ -113,22 +76,8 @@ def make_plan(
         plan, params = _read_dictionary(plan, params)
     # A lazy task claims to be iterable but is not.
     if isinstance(plan, str | bytes | Proxy) or not isinstance(plan, Iterable):
-        raise _invalid(f"{plan!r} is not a list of entries", ENTRY_HINT)
-    stages: dict[float, list[Entry]] = {}
-    for number, given in enumerate(plan):
-        if number >= MOST_ENTRIES:
-            raise _invalid(f"it has more than {MOST_ENTRIES:,} entries", "Start several.")
-        try:
-            entry = _read_entry(given, app)
-        except InvalidEntry as error:
-            reason, hint = error.args
-            shown = repr(given)
-            shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
-            where = f"entry {number + 1}, {shown},"
-            raise _invalid(f"{where} {reason}", hint) from error.__cause__
-        stages.setdefault(entry.priority, []).append(entry)
-    if not stages:
-        raise _invalid("it has no entries", ENTRY_HINT)
+        raise invalid(f"{plan!r} is not a list of entries", ENTRY_HINT)
+    stages = read_entries(plan, app)
     in_order = [stages[priority] for priority in sorted(stages, reverse=True)]
     return Plan(in_order, _encode_params(params))
 
@@ -136,156 +85,48 @@ def make_plan(
 def _read_dictionary(
     plan: Mapping[str, Any], params: Mapping[str, Any] | None
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    for key in plan:
-        if key not in KEYS:
-            hint = conf.did_you_mean(key, KEYS).lstrip() or "It knows 'sub_tasks' and 'params'."
-            raise _invalid(f"its key {key!r} means nothing", hint)
-    if "sub_tasks" not in plan:
-        raise _invalid("it has no 'sub_tasks'", 'Write {"sub_tasks": [["task", 1]]}.')
+    # The source document of this form spells ``sub_tasks`` in two ways.
+    if "sub_tasks" not in plan or not plan.keys() <= {"sub_tasks", "params"}:
+        form = 'Write {"sub_tasks": [["task", 1]], "params": {}}.'
+        raise invalid(f"it is a dictionary with {', '.join(map(repr, plan))}", form)
     if params is not None and "params" in plan:
-        raise _invalid("its 'params' are given twice", "Give them once.")
+        raise invalid("its 'params' are given twice", "Give them once.")
     return plan["sub_tasks"], plan.get("params", params)
 
 
-def _read_entry(given: Any, app: Celery) -> Entry:
-    if isinstance(given, str | bytes) or not isinstance(given, tuple | list):
-        raise InvalidEntry("is not an entry", ENTRY_HINT)
-    if len(given) not in (2, 3):
-        raise InvalidEntry(f"has {len(given)} parts", ENTRY_HINT)
-    task, priority, *rest = given
-    if isinstance(priority, bool) or not isinstance(priority, int | float):
-        raise InvalidEntry(f"has the priority {priority!r}, which is not a number", ENTRY_HINT)
-    if not abs(priority) <= LARGEST_PRIORITY:  # nor is NaN
-        reason = "has a priority in no order, or so large that others would equal it"
-        raise InvalidEntry(reason, ENTRY_HINT)
-    arguments = rest[0] if rest else {}
-    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
-        raise InvalidEntry(f"has the arguments {arguments!r}", "Give them by name: {'size': 640}.")
-    kept, options = arguments, dict[str, Any]()
-    if any(name.startswith(MARK) for name in arguments):
-        arguments, options = split(arguments)
-        kept = {**arguments, **make_options(options, app)}
-    try:
-        text = encode(dict(kept), LONGEST_PARAMS, strict=True) if kept else ""
-    except NotPlain as error:
-        raise InvalidEntry(
-            f"has arguments that can't be kept: {error}", "Give primary keys."
-        ) from error
-    found = _find_task(task, app)
-    _check_task(found, arguments)
-    if options:
-        check_retries(found, options)
-    return Entry(found.name, float(priority), text)
-
-
-def _find_task(task: Any, app: Celery) -> Any:
-    if isinstance(task, Signature):
-        raise InvalidEntry(
-            f"has a signature of {task.task}, whose arguments, options and links would be left out",
-            "Give the task itself, and arguments and options as the third part: "
-            "(task, priority, {'size': 640, '@queue': 'slow'}).",
-        )
-    if not isinstance(task, str):
-        # The check uses type() because isinstance() would evaluate a lazy task.
-        if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):
-            raise InvalidEntry(
-                f"has {task!r}, which is not a task", "Give a task, or its full name."
-            )
-        task = task.name
-    if task not in app.tasks:
-        load_tasks(app)  # a web server may not have loaded them yet
-    if task not in app.tasks:
-        hint = conf.did_you_mean(task, app.tasks).lstrip() or "Is its module among the app's?"
-        raise InvalidEntry(f"names the task {task!r}, which this process does not know", hint)
-    return app.tasks[task]
-
-
-def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
-    is_step = _check_layers(task)
-    if not isinstance(task, SafeTaskMixin):
-        raise InvalidEntry(
-            f"has the task {task.name}, which is not a SafeTask",
-            "Write @shared_task(base=SafeTask), and @stages.step below it.",
-        )
-    form = "(params)" if is_step else "(data, name)"
-    given: tuple[Any, ...] = ({},) if is_step else ({}, "")
-    try:
-        _check_arguments(task, given, arguments)
-    except TypeError as error:
-        named = f" and {', '.join(arguments)}" if arguments else ""
-        meant = [name for name in OPTIONS if name in arguments]
-        options = f' Options have an @: "{MARK}{meant[0]}".' if meant else ""
-        raise InvalidEntry(
-            f"has the task {task.name}, which does not take {form}{named} ({error})",
-            f"A @stages.step takes (params); any other task takes (data, name).{options}",
-        ) from error
-
-
-def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    # Celery makes it from a function, bound or not; a class-based task has none.
-    check = getattr(task, "__header__", None)
-    if check is None:
-        method = next((one for one in layers(task.run) if inspect.ismethod(one)), task.run)
-        check = own_signature(method).bind
-    check(*given, **arguments)
-
-
-@lru_cache(maxsize=4096)
-def _check_layers(task: Any) -> bool:
-    """Refuse layers that would end a message without its step; return whether it is a step."""
-    found = layers(task.run)
-    # The attribute is None for most tasks; before Celery 5.7 no task has it.
-    if getattr(task, "_dump_pydantic_arguments", True) is not None and has_models(task, found):
-        raise InvalidEntry(
-            f"has the task {task.name} with pydantic=True, which would read the params too early",
-            "Leave that out, and make the model in the function: Album(**params).",
-        )
-    at = {
-        name: max((place for place, one in enumerate(found) if hasattr(one, name)), default=None)
-        for name in ("stages_step", "idempotent")
-    }
-    step, idempotent = at["stages_step"], at["idempotent"]
-    if idempotent is not None and (step is None or idempotent < step):
-        raise InvalidEntry(
-            f"has the task {task.name}, whose @idempotent does not know of the step",
-            "Put @stages.step below @shared_task, and @idempotent below that.",
-        )
-    guarded = find_guarded(task)
-    if guarded is None:
-        return step is not None
-    if step is None:
-        raise InvalidEntry(
-            f"has the task {task.name}, whose @single_instance does not know of the step",
-            "Put @stages.step below @single_instance.",
-        )
-    options = guarded.options
-    if options.unique_until is not None or options.on_conflict == "skip":
-        what = "unique_until" if options.unique_until is not None else 'on_conflict="skip"'
-        raise InvalidEntry(
-            f"has the task {task.name}, of which {what} would leave out a step",
-            'Use on_conflict="retry" or "wait", without unique_until.',
-        )
-    return True
-
-
-@lru_cache(maxsize=4096)
-def get_step_layer(task: Any) -> Any:
-    """Return the function that ``@stages.step`` made in a task; None: the task has none."""
-    return next((one for one in layers(task.run) if hasattr(one, "stages_step")), None)
-
-
 def _encode_params(params: Any) -> str:
-    if params is None:
-        return "{}"
-    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise _invalid(f"its params are {params!r}", "Give a dict with names.")
     try:
-        return encode(dict(params), LONGEST_PARAMS, strict=True)
+        return "{}" if params is None else encode_named(params) or "{}"
     except NotPlain as error:
-        raise _invalid(
-            f"its params can't be kept: {error}", "Give little and plain data: primary keys."
-        ) from error
+        hint = "Give a dict of little and plain data: primary keys."
+        raise invalid(f"its params can't be kept: {error}", hint) from error
 
 
-def _invalid(reason: str, hint: str) -> ConfigurationError:
-    return ConfigurationError(f"The plan can't be run: {reason}. {hint}")
+def make_labels(key: Any, name: Any, url: Any) -> dict[str, str]:
+    """
+    Return the texts by which people and programs identify a run, as its row takes them.
+
+    Args:
+        key: A text that has to fit uncut.
+        name: A text, which may be lazy; a name that is too long is cut.
+        url: A URL, or an object with ``get_absolute_url()``.
+
+    Raises:
+        ConfigurationError: A label can't be stored.
+    """
+    if not isinstance(key, str) or not key.isprintable() or len(key) > LONGEST_LABEL:
+        raise ConfigurationError(
+            f"The run can't be started: its key is {key!r:.300}. Give a text that can be seen, of "
+            f'at most {LONGEST_LABEL} characters, such as "album:7".'
+        )
+    text = "" if name is None else str(name)
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    if len(shown) > LONGEST_LABEL:
+        shown = f"{shown[: LONGEST_LABEL - 1]}…"
+    address = str(url.get_absolute_url() if hasattr(url, "get_absolute_url") else url)
+    if address and not (address.startswith(URL_STARTS) and address.isprintable()):
+        raise ConfigurationError(
+            f"The run can't be started: its url is {address!r:.200}, which is not an address. Give "
+            f'a path such as "/albums/7/", or an object with get_absolute_url().'
+        )
+    return {"key": key, "name": shown, "url": address}

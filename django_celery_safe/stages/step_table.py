@@ -12,13 +12,14 @@ from .. import conf
 from ..databases import refuse_untested
 
 if TYPE_CHECKING:
-    from ..models.run_states import StageRuns
-    from ..models.step_states import StageSteps
+    from ..models.stage_states import StageRuns, StageSteps
 
-#: Steps that one statement adds or changes; every database accepts that many parameters.
-BATCH: Final = 500
 #: The models of the tables.
 MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
+#: The fields of a step that one stage hands over to the next, in the order of the model.
+HANDED_OVER: Final = (
+    "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
+)  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -33,30 +34,22 @@ class Found(NamedTuple):
 
 
 class StepTable:
-    """The runs and steps in one database; see ``table_in``."""
+    """The runs and steps in one database, and the outbox that carries them; see ``table_in``."""
+
+    #: Managers, which have the methods of these querysets.
+    runs: StageRuns
+    steps: StageSteps
+    messages: Any
 
     def __init__(self, alias: str) -> None:
         refuse_untested(alias, "hold runs of stages")
         self.alias = alias
-        self.run, self.step, self._message = map(_model, MODELS)
-
-    def runs(self) -> StageRuns:
-        """Return the runs."""
-        rows: StageRuns = self.run.objects.using(self.alias)
-        return rows
-
-    def steps(self) -> StageSteps:
-        """Return the steps."""
-        rows: StageSteps = self.step.objects.using(self.alias)
-        return rows
+        managers = [_model(name).objects.db_manager(alias) for name in MODELS]
+        self.runs, self.steps, self.messages = managers
 
     def at(self, pk: int, task_id: str) -> StageSteps:
         """Return a queryset of the step that messages with this task id run: one row or none."""
-        return self.steps().filter(pk=pk, task_id=task_id)
-
-    def messages(self) -> Any:
-        """Return the messages of the outbox that has those of the steps."""
-        return self._message.objects.using(self.alias)
+        return self.steps.filter(pk=pk, task_id=task_id)
 
 
 def _model(name: str) -> Any:
@@ -74,5 +67,5 @@ table_in = lru_cache(StepTable)
 
 def get_prunable(alias: str) -> list[StageRuns]:
     """Return a queryset of the runs whose retention has expired."""
-    age, runs = conf.retention("runs"), table_in(alias).runs()
+    age, runs = conf.retention("runs"), table_in(alias).runs
     return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Final, NoReturn, TypeVar, overload
@@ -25,9 +24,8 @@ from ..delivery.header import get_header
 from ..exceptions import ConfigurationError, InvalidResult
 from ..locks.misuse import refuse_misplaced
 from ..sending.carried import Run, find_run
-from ..sending.followed import Fault
+from ..sending.followed import Fault, find_follower
 from .follower import STEP_RESULT, Outcome, StepFollower
-from .step_table import step_table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,8 +54,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
     A direct call runs the plain function, with None for ``run`` and ``step``.
 
     Raises:
-        TypeError: It is above ``@shared_task`` or ``@single_instance``, or the function takes
-            no params.
+        TypeError: It is above ``@shared_task`` or ``@single_instance``.
 
     Example:
         >>> from celery import shared_task
@@ -76,26 +73,16 @@ def step(function: Any = conf.UNSET, /) -> Any:
         return step
     refuse_misplaced(function, "@stages.step", "the step would count as done")
     refuse_lock_below(function, "@stages.step")
-    signature = inner_signature(function)
-    asked = [name for name in OURS if name in signature.parameters]
-    visible = [one for one in signature.parameters.values() if one.name not in asked]
-    if not any(one.kind in _POSITIONAL for one in visible):
-        raise TypeError(
-            f"@stages.step got {function.__qualname__}, which takes no params. Write: "
-            f"def {function.__name__}(params): ..."
-        )
+    asked = [name for name in OURS if name in inner_signature(function).parameters]
 
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         task, request, _ = find_call(stepped, function, args)
-        run = None if request is None else find_run(request.id)
-        if request is None or not _is_step(run, request):
+        if request is None or "step" not in get_header(request):
             missing = {name: None for name in asked if name not in kwargs}
             return run_for(request, function, args, {**kwargs, **missing})
 
         def do(follower: StepFollower) -> Outcome:
-            step = follower.read() if asked else None
-            ours = {"run": step.run, "step": step} if step else {}
             # The params replace the message's own argument. A decorator above may have copied or
             # named it, may have added others, and may have taken arguments out.
             place, params = request.args[0] if request.args else None, follower.params
@@ -103,26 +90,20 @@ def step(function: Any = conf.UNSET, /) -> Any:
             def fill(value: Any) -> Any:
                 return params if type(value) is dict and value == place else value
 
-            given = map(fill, args)
             named = {name: fill(value) for name, value in kwargs.items()}
-            arguments = {**named, **{name: ours[name] for name in asked}}
-            result = run_for(request, function, tuple(given), arguments)
+            if asked:
+                step = follower.read()
+                named |= {name: step if name == "step" else step.run for name in asked}
+            result = run_for(request, function, tuple(map(fill, args)), named)
             return read_result(task.name, result)
 
-        return run_step(task, request, run, do)
+        return run_step(task, request, do)
 
     own = own_signature(function)
     shown = [one for one in own.parameters.values() if one.name not in asked]
     show_signature(stepped, own.replace(parameters=shown))
     stepped.stages_step = True  # type: ignore[attr-defined]
     return stepped
-
-
-_POSITIONAL: Final = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
 
 
 def read_result(task: str, result: Any) -> Outcome:
@@ -153,16 +134,10 @@ def run_plain(task: Any, request: Any, function: Function, /, *args: Any, **kwar
         result = run_for(request, function, (data, task.name), kwargs)
         return read_dictionary(task.name, result)
 
-    return run_step(task, request, find_run(request.id), do)
+    return run_step(task, request, do)
 
 
-def _is_step(run: Run | None, request: Context) -> bool:
-    return "step" in get_header(request) if run is None else run.follower is not None
-
-
-def run_step(
-    task: Any, request: Context, run: Run | None, do: Callable[[StepFollower], Outcome]
-) -> Any:
+def run_step(task: Any, request: Context, do: Callable[[StepFollower], Outcome]) -> Any:
     """
     Call the function of a message's step, and let the message's run know the outcome.
 
@@ -170,60 +145,42 @@ def run_step(
         ConfigurationError: The task is no SafeTask here, so nothing would end its message.
         InvalidResult: The outcome can't be recorded.
     """
-    if request.is_eager:
-        return _run_eagerly(task, request, do)
-    if run is None or run.follower is None:
-        _refuse(task, request)
-    claim, run.follower.context = run.claim, copy_context()
-    outcome = _do(run.follower, task, request, do, lambda: claim.is_finished)
-    if not claim.is_finished:
-        run.follower.take(outcome, task.name)
-    elif not outcome.success:
-        raise InvalidResult(task.name, "it fails the step, which it finished before", STEP_RESULT)
-    return outcome.result
-
-
-def _do(
-    follower: StepFollower,
-    task: Any,
-    request: Context,
-    do: Callable[[StepFollower], Outcome],
-    is_finished: Callable[[], bool] = bool,
-) -> Outcome:
-    """Call the step's function; retry an error up to the number in the plan's entry."""
+    run = find_run(request.id)
+    follower = find_follower(get_header(request)) if run is None else run.follower
+    assert follower is not None  # it is a step
+    if run is None and not request.is_eager:
+        _refuse(task, request, follower)
+    if run is None and follower.begin(request.id or ""):
+        return None
+    follower.context = copy_context()
     try:
-        return do(follower)
+        outcome = do(follower)
     except TaskPredicate:
         raise
     except Exception as error:
         retries = follower.options.get("retries", 0)
-        if is_finished() or request.retries >= retries:
+        if _is_finished(run) or request.retries >= retries:
             raise
         raise task.retry(exc=error, max_retries=retries) from error
-
-
-def _run_eagerly(task: Any, request: Context, do: Callable[[StepFollower], Outcome]) -> Any:
-    header = get_header(request)
-    follower = StepFollower(header["step"], header.get("using", step_table().alias))
-    if follower.begin(request.id or ""):
-        return None
-    outcome = _do(follower, task, request, do)
-    follower.take(outcome, task.name)
-    if follower.fault is None:
-        follower.end(None, lambda: True)
-    else:
-        follower.fail(request.id or "", lambda: True, follower.fault)
+    if not _is_finished(run):
+        follower.take(outcome, task.name)
+    elif not outcome.success:
+        raise InvalidResult(task.name, "it fails the step, which it finished before", STEP_RESULT)
+    if run is None:
+        follower.end_eagerly()
     return outcome.result
 
 
-def _refuse(task: Any, request: Context) -> NoReturn:
-    header = get_header(request)
+def _is_finished(run: Run | None) -> bool:
+    return run is not None and run.claim.is_finished
+
+
+def _refuse(task: Any, request: Context, follower: StepFollower) -> NoReturn:
     error = ConfigurationError(
         f"{task.name} is a step, and is no SafeTask on this worker, so nothing would end its "
         f"message. Write @shared_task(base=SafeTask)."
     )
-    follower = StepFollower(header["step"], header.get("using", step_table().alias))
-    message = follower.table.messages().carried(request.id or "")
+    message = follower.table.messages.carried(request.id or "")
     follower.fail(request.id or "", lambda: bool(message.erase()), Fault.of(error))
     raise error
 

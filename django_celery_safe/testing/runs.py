@@ -85,7 +85,7 @@ def _send_again(run: StageRun) -> None:
         return
     store = table_in(run.find_database())
     with transaction.atomic(using=store.alias):
-        steps = list(store.steps().filter(run=run.pk, stage=run.stage).waiting())
+        steps = list(store.steps.filter(run=run.pk, stage=run.stage).waiting())
         ids = [step.task_id for step in steps]
         message_table(store.alias).all().carried(*ids).erase()
         step_messages.send(store, steps)

@@ -546,13 +546,13 @@ MUTATIONS = {
             "relays send the messages of aborted steps for ever where no worker knows their task",
         ),
         M(
-            "stages.engine:_write_once",
-            'if not (key := labels["key"]):',
+            "stages.engine:start",
+            "if not key:",
             "if True:",
             "a second run with a key fails with IntegrityError instead of AlreadyStarted",
         ),
         M(
-            "stages.decisions:_restart",
+            "stages.engine:_restart",
             "drop_messages(store, rows, claimed=True)",
             "pass",
             "a process that stood still ends a step that was resumed meanwhile",
@@ -576,7 +576,7 @@ MUTATIONS = {
             "an attempt that lost its step puts it back under the one that has it",
         ),
         M(
-            "stages.follower:StepFollower.end",
+            "stages.engine:succeed",
             "held is None",
             "True",
             "an attempt that lost its step ends it under the one that has it",
@@ -653,8 +653,8 @@ MUTATIONS = {
         ),
         M(
             "models.message_states:OutboxMessages.fail_task",
-            "self.claimed(token).update(",
-            "self.update(",
+            "self.claimed(token).update(**sets, **kept)",
+            "self.update(**sets, **kept)",
             "a run that lost its claim fails the row of the run that has it",
         ),
         M(

@@ -96,10 +96,10 @@ def test_each_row_is_in_one_state(alias: str) -> None:
     assert set(keys(rows.given_up())) == {row["dead"], row["failed"]}
     kept = {row["sent"], row["running"], row["done"]}
     assert set(keys(rows.discardable())) == set(row.values()) - kept
-    for found, name in ((rows.sent_before, "sent"), (rows.done_before, "done")):
+    for found, name in ((rows.sent_before, "sent"), (rows.done().ended_before, "done")):
         assert (keys(found(SECOND)), keys(found(2 * MINUTE))) == ([row[name]], [])
-    assert keys(rows.failed_before(SECOND)) == [row["failed"]]
-    assert keys(rows.failed_before(2 * MINUTE)) == []
+    assert keys(rows.failed().ended_before(SECOND)) == [row["failed"]]
+    assert keys(rows.failed().ended_before(2 * MINUTE)) == []
 
 
 # Claiming.

@@ -18,9 +18,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.events import RUN_ENDED
 from django_celery_safe.stages import Status, engine, step_messages
 from django_celery_safe.stages.follower import StepFollower
-from django_celery_safe.stages.plan import LONGEST_PARAMS
 from django_celery_safe.stages.step_table import Found, StepTable
-from django_celery_safe.values import encode
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ def _ending_stages(is_last: IsLast) -> Iterator[None]:
 
 
 def _is_last_by_count(store: StepTable, run: int, stage: int) -> bool:
-    return not store.steps().filter(run=run, stage=stage).unfinished().exists()
+    return not store.steps.filter(run=run, stage=stage).unfinished().exists()
 
 
 def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
@@ -88,7 +86,7 @@ def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
         except DatabaseError:
             _make_counters(store.alias)
             cursor.execute(_RAISE.format(there), place)
-        total = store.steps().filter(run=run, stage=stage).count()
+        total = store.steps.filter(run=run, stage=stage).count()
         # Another step may have raised it, too, since: then both read the same.
         cursor.execute(_READ, place)
         return bool(cursor.fetchone() == (total,))
@@ -116,17 +114,17 @@ def _make_counters(alias: str) -> None:
 
 def _go_on(store: StepTable, pk: int, stage: int) -> None:
     with transaction.atomic(using=store.alias):
-        run = store.runs().get(pk=pk)
+        run = store.runs.get(pk=pk)
         if run.status in Status.STOPPED:
             return
-        params = engine.merge(run, run.steps.filter(stage=stage))
+        params = engine.encode_params(run, run.steps.filter(stage=stage))
         following = list(run.steps.filter(stage=stage + 1))
-        changes: dict[str, Any] = {"params_text": encode(params, LONGEST_PARAMS)}
+        changes: dict[str, Any] = {"params_text": params}
         if following:
             changes |= {"stage": stage + 1}
         else:
             changes |= {"status": Status.SUCCEEDED, "ended_at": Now()}
-        store.runs().filter(pk=run.pk).update(**changes)
+        store.runs.filter(pk=run.pk).update(**changes)
         step_messages.send(store, following)
     if not following:
         RUN_ENDED.emit(engine.start, run=run.pk, status=Status.SUCCEEDED.value, error="")

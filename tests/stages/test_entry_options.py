@@ -99,11 +99,11 @@ def test_retries(staged: Staged) -> None:
 
 #: Options, and what the error says of them.
 INVALID: Final[list[tuple[dict[str, Any], str]]] = [
-    ({"@que": "slow"}, 'the option "@que", which is not known. Did you mean "@queue"?'),
+    ({"@que": "slow"}, "the option '@que', which is not known. Did you mean '@queue'?"),
     ({"@queue": ""}, "the option \"@queue\": ''. Give the name of a queue."),
     ({"@countdown": -1}, 'the option "@countdown": -1. Give a number of seconds or a timedelta'),
     ({"@priority": 256}, 'the option "@priority": 256. Give a whole number from 0 to 255.'),
-    ({"@retries": -1}, 'the option "@retries": -1. Give a whole number, 0 or more.'),
+    ({"@retries": -1}, 'the option "@retries": -1. Give a whole number, 0 or more'),
     ({"queue": "slow"}, 'Options have an @: "@queue".'),
 ]
 
@@ -119,6 +119,6 @@ def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None
 
 def test_retries_of_a_task_that_celery_retries() -> None:
     """A task with autoretry_for has its own number, so that two would contradict each other."""
-    with pytest.raises(ConfigurationError, match="whose autoretry_for has its own number"):
+    with pytest.raises(ConfigurationError, match="with autoretry_for set max_retries on the task"):
         stages.make_plan([(reconnect, 1, {"@retries": 1})])
     assert stages.make_plan([(reconnect, 1, {"@queue": "slow"})])

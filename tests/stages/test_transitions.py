@@ -80,7 +80,7 @@ def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) ->
     assert run.error_step == staged.step(failure.error_step)
     assert run.stages == 3
     assert run.progress.done == failure.steps.count("s")
-    refused(run.abort, f"abort {run}: it has failed")
+    refused(run.abort, f"abort {run}: its status is failed")
 
     staged.bodies.clear()
     done_before = len(staged.calls)
@@ -88,14 +88,14 @@ def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) ->
     assert run.status == "running"
     assert run.ended_at is None
     assert run.error_step is None
-    refused(run.resume, f"resume {run}: it is running")
+    refused(run.resume, f"resume {run}: its status is running")
     staged.deliver_all(failure.order)
     assert now(run) == ("succeeded", "sssss")
     assert sorted(staged.calls[done_before:]) == list(failure.again)
     # The params of the stages that had ended before are there, too.
     assert run.params == dict.fromkeys("abcde", True)
-    refused(run.resume, f"resume {run}: it is succeeded")
-    refused(run.abort, f"abort {run}: it has succeeded")
+    refused(run.resume, f"resume {run}: its status is succeeded")
+    refused(run.abort, f"abort {run}: its status is succeeded")
 
 
 def test_what_runs_may_end_when_another_fails(staged: Staged) -> None:
@@ -107,7 +107,7 @@ def test_what_runs_may_end_when_another_fails(staged: Staged) -> None:
         assert now(run) == ("failed", "fraaa")
         assert run.is_aborted()
         refused(run.resume, f"resume {run}: its step {staged.step('b')} still runs")
-        refused(run.abort, f"abort {run}: it has failed")
+        refused(run.abort, f"abort {run}: its status is failed")
         return {"b": 2}
 
     staged.bodies |= {"a": refuse, "b": meet}
@@ -238,7 +238,7 @@ def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
     assert now(run) == ("aborted", moment.steps)
     assert (run.error_step, run.ended_at is None) == (None, False)
     assert "".join(staged.calls) == "abcde"[: moment.steps.count("s")]
-    refused(run.abort, f"abort {run}: it has been aborted")
+    refused(run.abort, f"abort {run}: its status is aborted")
 
     staged.bodies.clear()
     staged.calls.clear()
@@ -255,9 +255,9 @@ def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
 def test_only_a_stopped_run_is_resumed(staged: Staged) -> None:
     """One that waits, runs or is gone can't be resumed; the last not aborted, either."""
     run = staged.start()
-    refused(run.resume, f"resume {run}: it is waiting")
+    refused(run.resume, f"resume {run}: its status is waiting")
     staged.deliver(staged.take()[0])
-    refused(run.resume, f"resume {run}: it is running")
+    refused(run.resume, f"resume {run}: its status is running")
     kept = StageRun.objects.using(staged.alias).get()
     run.delete()
     refused(kept.resume, f"resume {kept}: it was deleted")

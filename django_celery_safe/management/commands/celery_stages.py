@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
@@ -33,15 +32,15 @@ class Command(ActionCommand):
         showing = self.add_action(actions, "show", "show a run, and the steps to be looked at")
         showing.add_argument("id", type=int, metavar="ID")
         add_json(showing)
-        text = "run the steps again that failed, and those that have not begun"
-        resuming = self.add_action(actions, "resume", text)
-        resuming.add_argument("ids", nargs="+", type=int, metavar="ID")
-        text = "cancel the steps that have not begun; running steps are not stopped"
-        aborting = self.add_action(actions, "abort", text)
-        aborting.add_argument("ids", nargs="+", type=int, metavar="ID")
+        for action, text in (
+            ("resume", "run the steps again that failed, and those that have not begun"),
+            ("abort", "cancel the steps that have not begun; running steps are not stopped"),
+        ):
+            changing = self.add_action(actions, action, text)
+            changing.add_argument("ids", nargs="+", type=int, metavar="ID")
 
     def _list(self, options: dict[str, Any]) -> None:
-        runs = step_table().runs().listed().order_by("-pk")
+        runs = step_table().runs.listed().order_by("-pk")
         if options["state"]:
             runs = runs.filter(status=options["state"])
         headings = ("ID", "STATUS", "STAGE", "STEPS", "AGE", "RUN")
@@ -63,18 +62,12 @@ class Command(ActionCommand):
         self.stdout.write()
         self.write_list(options, steps, ("STATUS", "FOR", "TASK"), describe_step)
 
-    def _resume(self, options: dict[str, Any]) -> None:
-        self._change(options, StageRun.resume)
-
-    def _abort(self, options: dict[str, Any]) -> None:
-        self._change(options, StageRun.abort)
-
-    def _change(self, options: dict[str, Any], change: Callable[[StageRun], StageRun]) -> None:
-        """Change each of the named runs, even if another one can't be changed."""
+    def _change(self, options: dict[str, Any]) -> None:
+        """Resume or abort each of the named runs, even if another one can't be changed."""
         faults = []
         for pk in dict.fromkeys(options["ids"]):
             try:
-                run = change(get_run(pk))
+                run = getattr(get_run(pk), options["action"])()
             except (CommandError, IllegalTransition) as error:
                 faults.append(printable(str(error)))
             else:
@@ -84,6 +77,8 @@ class Command(ActionCommand):
         if faults:
             raise CommandError(" ".join(faults))
 
+    _resume = _abort = _change
+
 
 def get_run(pk: int) -> StageRun:
     """
@@ -92,7 +87,7 @@ def get_run(pk: int) -> StageRun:
     Raises:
         CommandError: The run does not exist.
     """
-    run = step_table().runs().listed().filter(pk=pk).first()
+    run = step_table().runs.listed().filter(pk=pk).first()
     if run is None:
         raise CommandError(f"There is no run {pk}. `manage.py celery_stages list` shows the IDs.")
     return run
@@ -100,26 +95,15 @@ def get_run(pk: int) -> StageRun:
 
 def describe_run(run: Any) -> list[object]:
     """Return the columns of a run, and the lines below them."""
-    return [
-        run.pk,
-        run.status,
-        f"{run.stage}/{run.stages}",
-        f"{run.done}/{run.total}",
-        duration(run.age_s),
-        run.name or run.key or "-",
-        run.reason,
-    ]
+    stage, steps = f"{run.stage}/{run.stages}", f"{run.done}/{run.total}"
+    label = run.name or run.key or "-"
+    return [run.pk, run.status, stage, steps, duration(run.age_s), label, run.reason]
 
 
 def describe_step(step: StageStep) -> list[object]:
     """Return the columns of a step, and the lines below them."""
     trace = step.traceback.splitlines()[:-1] if step.status == Status.FAILED else []
-    return [
-        step.status,
-        duration(step.duration_s if step.waits_s is None else step.waits_s),
-        step.task,
-        ", ".join(filter(None, [step.task_id, step.process])),
-        step.shown_arguments,
-        step.reason,
-        *trace[-LAST_LINES:],
-    ]
+    spent = duration(step.duration_s if step.waits_s is None else step.waits_s)
+    place = ", ".join(filter(None, [step.task_id, step.process]))
+    below = [place, step.shown_arguments, step.reason, *trace[-LAST_LINES:]]
+    return [step.status, spent, step.task, *below]
