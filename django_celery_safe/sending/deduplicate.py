@@ -33,7 +33,6 @@ from ..leases.holder import describe_arguments
 from ..locks import HeldLock
 from .arguments import show, show_plain
 from .capture import CAPTURED
-from .eager import is_waiting
 from .serialization import find_headers
 from .unsent import as_sent_result
 
@@ -136,8 +135,7 @@ def send_once(
     if not before_task_publish.receivers:  # one may redact what the message shows
         # The lock shows it too, and Celery would make the same texts in more than its time.
         options = {**show_plain(args or (), kwargs), **options}
-    # Inside a send that waits, an eager run finds out at the commit.
-    if CAPTURED.get() is not None or (is_waiting() and task.app.conf.task_always_eager):
+    if CAPTURED.get() is not None:  # the commit finds out
         result = send(options)
         result.is_duplicate = None
         return result

@@ -28,7 +28,7 @@ from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import hold, must_wait
 from .deduplicate import SIGNATURES, lock_fields, pass_on, run_with_lock, send_once
-from .eager import is_put_off, put_off, run_sent
+from .eager import run_task_on_commit
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .typed import DjangoTask, P, R, Task
@@ -138,23 +138,9 @@ class SafeTaskMixin(Task[P, R]):
         if "single_instance" in options:
             options, header = self._with_header(args, kwargs, options, Header())
             header.pop("sent", None)  # nothing was sent
-        if is_put_off(options):
-            return put_off(self.name, self._apply_once, args, kwargs, options)
-        return self._apply(args, kwargs, *more, **options)
-
-    def _apply(self, args: Any, kwargs: Any, *more: Any, **options: Any) -> Any:
-        """Run the task in this process, with the lock of its send if that has taken it."""
         run = partial(super().apply, args, kwargs, *more, **options)
         header = read_header(options.get("headers"), self.name)
         return run_with_lock(self, header, run)
-
-    def _apply_once(self, args: Any, kwargs: Any, **options: Any) -> Any:
-        """Run a task whose commit has come, unless its send is a duplicate."""
-        header = read_header(options.get("headers"), self.name)
-        if "sent" not in header:
-            return self._apply(args, kwargs, **options)
-        run = partial(self._apply, args, kwargs)
-        return send_once(self, args, kwargs, options, header, lambda o: as_sent_result(run(**o)))
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
@@ -248,12 +234,15 @@ class SafeTaskMixin(Task[P, R]):
         if not isinstance(outbox, bool):
             outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
         eager = self.app.conf.task_always_eager
+        result: SentResult[R]
         if not must_wait(using) and (eager or not outbox):
-            return self._send(args, kwargs, options, None)
-        send = partial(self._send, args, kwargs, resent=None)
-        if eager:
-            return run_sent(partial(send, options), using)
-        result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
+            result = self._send(args, kwargs, options, None)
+        elif eager:
+            send = partial(self._send, resent=None)
+            result = run_task_on_commit(self, send, (args, kwargs, options), using)
+        else:
+            send = partial(self._send, args, kwargs, resent=None)
+            result = hold(self.app, send, using, options, outbox=outbox)
         return result
 
     def _send(
