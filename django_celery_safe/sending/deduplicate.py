@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from celery._state import get_current_task
 from celery.result import EagerResult
@@ -27,7 +27,7 @@ from ..concurrency.keys import call_key
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
 from ..delivery.call import is_as_sent
-from ..delivery.header import HEADER, Header, read_header
+from ..delivery.header import HEADER, Header, read_given_fields, read_header, with_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..leases.holder import describe_arguments
 from ..locks import HeldLock
@@ -51,17 +51,44 @@ _CANVAS = (*SIGNATURES, "group_id", "parent_id", "root_id")
 _SHOWN = ("argsrepr", "kwargsrepr")
 
 
-def lock_fields(
-    task: Any,
-    guarded: Guarded | None,
-    asked: Any,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    carried: Header,
-    is_resent: bool,
+class Call(NamedTuple):
+    """What is sent: a task with arguments, and the options of ``apply_async``."""
+
+    task: Any
+    args: Any
+    kwargs: Any
+    options: dict[str, Any]
+
+
+def add_header(call: Call, carried: Header, is_resent: bool = False) -> tuple[Call, Header]:
+    """
+    Return a call with our header among the headers of its options, and the header itself.
+
+    Args:
+        carried: The header of the running message, if that is re-sent; otherwise empty.
+    """
+    task, options = call.task, call.options
+    asked = options.get("single_instance", carried.get("options"))
+    options = {name: value for name, value in options.items() if name != "single_instance"}
+    headers = options.get("headers")
+    header = Header()
+    if headers and HEADER in headers:
+        # All other fields were copied from another message, or are set below.
+        header = read_given_fields(headers, task.name)
+        options["headers"] = {name: headers[name] for name in headers if name != HEADER}
+    call = call._replace(options=options)
+    guarded = find_guarded(task)
+    # Without unique_until, the key is made when the task runs.
+    if asked is not None or (guarded and guarded.options.unique_until is not None):
+        header |= _lock_fields(call, guarded, asked, carried, is_resent)
+    return (call._replace(options=with_header(options, header)) if header else call), header
+
+
+def _lock_fields(
+    call: Call, guarded: Guarded | None, asked: Any, carried: Header, is_resent: bool
 ) -> Header:
     """Return the header fields for a message's locks."""
+    task, args, kwargs, options = call
     guarded = guarded or Guarded(task.run, DEFAULTS, False)
     own = guarded.options
     if asked is not None:
@@ -70,7 +97,7 @@ def lock_fields(
     key = carried.get("key")
     is_same = asked == carried.get("options") and kwargs is not None
     if key is None or not is_same or not is_as_sent(task.request, args or (), kwargs):
-        key = _key(task, guarded, own, args, kwargs, options)
+        key = _key(call, guarded, own)
     header = Header(task=task.name, key=key)
     if not isinstance(own.lock, conf.Unset):
         header["lock"] = own.lock
@@ -93,10 +120,9 @@ def lock_fields(
     return header
 
 
-def _key(
-    task: Any, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
-) -> str:
+def _key(call: Call, guarded: Guarded, own: Options) -> str:
     """Return the key of a call that is sent."""
+    task, args, kwargs, options = call
     serializer = options.get("serializer") or task.serializer
     # The attribute exists since Celery 5.7, and is None for most tasks.
     has_models = getattr(task, "_dump_pydantic_arguments", True) is not None
@@ -115,14 +141,7 @@ def _key(
 
 
 def send_once(
-    task: Any,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    header: Header,
-    send: Callable[[dict[str, Any]], SentResult[T]],
-    *,
-    again: bool = False,
+    call: Call, send: Callable[[dict[str, Any]], SentResult[T]], *, again: bool = False
 ) -> SentResult[T]:
     """
     Send the task now, or run it eagerly, unless it is a duplicate.
@@ -132,6 +151,7 @@ def send_once(
             commit finds out whether it is a duplicate.
         again: Whether the running task re-sends its own message.
     """
+    task, args, kwargs, options = call
     if not before_task_publish.receivers:  # one may redact what the message shows
         # The lock shows it too, and Celery would make the same texts in more than its time.
         options = {**show_plain(args or (), kwargs), **options}
@@ -139,15 +159,14 @@ def send_once(
         result = send(options)
         result.is_duplicate = None
         return result
-    headers = _headers_to_be(task, args, kwargs, options, header)
+    headers = _headers_to_be(call._replace(options=options))
     sent: list[SentResult[T]] = []
 
     def publish() -> None:
-        given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-        sent.append(send({**options, "task_id": headers["id"], "headers": given}))
+        sent.append(send({**with_header(options, headers[HEADER]), "task_id": headers["id"]}))
 
     runs = partial(getattr, task.app.conf, "task_always_eager")
-    held = publish_once(headers, publish, again=again, header=header, runs=runs)
+    held = publish_once(headers, publish, again=again, runs=runs)
     result = sent[0] if sent else _make_result(task, headers["id"], options)
     settle(result, headers, held)
     if again:
@@ -180,22 +199,21 @@ def _make_result(task: Any, task_id: str, options: dict[str, Any]) -> Any:
     return result
 
 
-def _headers_to_be(
-    task: Any, args: Any, kwargs: Any, options: dict[str, Any], header: Header
-) -> dict[str, Any]:
+def _headers_to_be(call: Call) -> dict[str, Any]:
     """Return those headers of a message to be built that the lock of its send needs."""
+    task, args, kwargs, options = call
     delay = options.get("countdown") or options.get("eta")  # as Celery does
     moments = {"eta": delay, "expires": options.get("expires", task.expires)}
     for name, moment in moments.items():
         if isinstance(moment, datetime):
             moments[name] = maybe_make_aware(moment, task.app.timezone)
-    headers = {"task": task.name, "id": options.get("task_id") or uuid(), HEADER: header}
+    headers = {"task": task.name, "id": options.get("task_id") or uuid()}
+    headers[HEADER] = options["headers"][HEADER]
     given = {name: options[name] for name in _SHOWN if options.get(name)}
     # A receiver may redact what the message shows.
     if len(given) < len(_SHOWN) and not before_task_publish.receivers:
         given = show(args or (), kwargs or {}) | given
-    headers |= given
-    return headers | moments
+    return headers | moments | given
 
 
 def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
@@ -219,7 +237,6 @@ def publish_once(
     publish: Callable[[], object],
     *,
     again: bool = False,
-    header: Header | None = None,
     runs: Callable[[], bool] = lambda: False,
 ) -> HeldLock | None:
     """
@@ -232,7 +249,6 @@ def publish_once(
         headers: The headers of the message, which may be changed.
         publish: Publishes the message, with these headers.
         again: Whether this very message may have been published before.
-        header: Our header among them; None: read it.
         runs: Returns whether ``publish`` runs the task, so that its error may be the task's.
 
     Returns:
@@ -244,7 +260,7 @@ def publish_once(
             was released.
     """
     task = headers.get("task")
-    header = read_header(headers, task) if header is None else header
+    header = read_header(headers, task)
     sent = find_lock_of(task, header)
     seconds = 0.0 if sent is None else sent.lease(headers.get("eta"), headers.get("expires"))
     if task is None or sent is None or not seconds:

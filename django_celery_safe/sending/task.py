@@ -12,9 +12,9 @@ from django.apps import apps
 from kombu.exceptions import EncodeError
 
 from .. import conf
-from ..concurrency.guard import find_guarded, name_lock
+from ..concurrency.guard import name_lock
 from ..delivery.copies import Resent, find_resent, resending
-from ..delivery.header import HEADER, Header, read_given_fields, read_header
+from ..delivery.header import Header, read_header
 from ..delivery.wrappers import wrap_run
 from ..events import SENT_IN_ATOMIC
 from ..exceptions import ConfigurationError, NotSerializable, TaskPoisoned
@@ -27,7 +27,7 @@ from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import hold, must_wait
-from .deduplicate import SIGNATURES, lock_fields, pass_on, run_with_lock, send_once
+from .deduplicate import SIGNATURES, Call, add_header, pass_on, run_with_lock, send_once
 from .eager import run_task_on_commit
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
@@ -136,7 +136,8 @@ class SafeTaskMixin(Task[P, R]):
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
-            options, header = self._with_header(args, kwargs, options, Header())
+            call, header = add_header(Call(self, args, kwargs, options), Header())
+            options = call.options
             header.pop("sent", None)  # nothing was sent
         run = partial(super().apply, args, kwargs, *more, **options)
         header = read_header(options.get("headers"), self.name)
@@ -274,22 +275,22 @@ class SafeTaskMixin(Task[P, R]):
             return run.keep(send, unchanged=resent.unchanged)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
-        header = carried
+        call, header = Call(self, args, kwargs, options), carried
         if resent is None or not resent.unchanged:
-            options, header = self._with_header(args, kwargs, options, carried, resent is not None)
+            call, header = add_header(call, carried, resent is not None)
+        send = partial(self._publish, args, kwargs)
         if "sent" not in header:
-            return self._publish(args, kwargs, options)
+            return send(call.options)
         if header["sent"] == carried.get("sent"):
             # Before the publication, because the next run may take the lock right after it.
-            sent = pass_on(header["sent"], options)
+            sent = pass_on(header["sent"], call.options)
             try:
-                return self._publish(args, kwargs, options)
+                return send(call.options)
             except BaseException:
                 if sent is not None:
                     sent.take_back()
                 raise
-        send, is_resent = partial(self._publish, args, kwargs), resent is not None
-        return send_once(self, args, kwargs, options, header, send, again=is_resent)
+        return send_once(call, send, again=resent is not None)
 
     def _publish(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         """Send as Celery does, and name the argument that can't be serialized."""
@@ -299,31 +300,6 @@ class SafeTaskMixin(Task[P, R]):
             serializer = options.get("serializer") or self.serializer
             links = _signatures_in(options)
             raise explain(self.name, args, kwargs, links, serializer, error) from error
-
-    def _with_header(
-        self,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        carried: Header,
-        is_resent: bool = False,
-    ) -> tuple[dict[str, Any], Header]:
-        """Return the options of a send with our header added, and the header itself."""
-        asked = options.get("single_instance", carried.get("options"))
-        options = {name: value for name, value in options.items() if name != "single_instance"}
-        headers = options.get("headers")
-        header = Header()
-        if headers and HEADER in headers:
-            # All other fields were copied from another message, or are set below.
-            header = read_given_fields(headers, self.name)
-            options["headers"] = {name: headers[name] for name in headers if name != HEADER}
-        guarded = find_guarded(self)
-        # Without unique_until, the key is made when the task runs.
-        if asked is not None or (guarded and guarded.options.unique_until is not None):
-            header |= lock_fields(self, guarded, asked, args, kwargs, options, carried, is_resent)
-        if header:
-            options["headers"] = {**(options.get("headers") or {}), HEADER: header}
-        return options, header
 
 
 def _signatures_in(options: dict[str, Any]) -> list[Any]:
