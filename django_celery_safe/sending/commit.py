@@ -16,7 +16,7 @@ from .capture import Captured, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .sender import OutboxSender, Sender
-from .unsent import as_sent_result, refuse_get
+from .typed import as_sent_result, refuse_get
 
 
 def send_on_commit(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from celery._state import get_current_task
 from celery.result import EagerResult
@@ -34,10 +34,7 @@ from ..locks import HeldLock
 from .arguments import show, show_plain
 from .capture import CAPTURED
 from .serialization import find_headers
-from .unsent import as_sent_result
-
-if TYPE_CHECKING:
-    from .typed import SentResult
+from .typed import SentResult, as_sent_result
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from kombu.utils.uuid import uuid
 from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
-from .unsent import allow_get, refuse_get
+from .typed import allow_get, refuse_get
 
 logger = get_logger(__name__)
 

@@ -35,7 +35,7 @@ from .deduplicate import settle
 from .message_table import NOT_REACHED, Next, message_table
 from .outbox import resend_delay, time_to_wait
 from .publisher import Publisher, bounded_publisher, takes_lock
-from .unsent import allow_get
+from .typed import allow_get
 
 logger = get_logger(__name__)
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
+from celery.canvas import Signature
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from django.apps import apps
 from kombu.exceptions import EncodeError
@@ -31,13 +32,7 @@ from .deduplicate import SIGNATURES, Call, add_header, pass_on, run_with_lock, s
 from .eager import run_task_on_commit
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
-from .typed import DjangoTask, P, R, Task
-from .unsent import as_sent_result
-
-if TYPE_CHECKING:
-    from celery.canvas import Signature
-
-    from .typed import SentResult
+from .typed import DjangoTask, P, R, SentResult, Task, as_sent_result
 
 logger = get_logger(__name__)
 
