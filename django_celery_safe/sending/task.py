@@ -23,14 +23,13 @@ from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic
 from ..usage import calling_line
-from .arguments import check_arguments, explain
+from .arguments import check_arguments, explain, refuse_misspelt
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import hold, must_wait
 from .deduplicate import SIGNATURES, Call, add_header, pass_on, run_with_lock, send_once
 from .eager import run_task_on_commit
-from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .typed import DjangoTask, P, R, SentResult, Task, as_sent_result
 
@@ -151,8 +150,8 @@ class SafeTaskMixin(Task[P, R]):
         call: True waits for the commit, False sends now, whatever the task and settings say.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
-        if not CALL_OPTIONS.issuperset(options):
-            refuse_misspelt(self.name, options)
+        for name in options:
+            refuse_misspelt(name)
         if options.get("task_id") is not None:
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
         ours = {name: options.pop(name) for name in _OURS if name in options}
