@@ -2,9 +2,8 @@
 Converting messages into outbox rows and back, without any change to the message.
 
 Only the body can be a pickle, if the task's serializer is. All other parts of a message are
-JSON, in kombu's dialect, which supports dates, UUIDs, Decimals and bytes. A queue that the
-app knows is stored by name, and the relay declares it as its own app configures it; any other
-queue is stored in full.
+JSON, in kombu's dialect, which supports dates, UUIDs, Decimals and bytes. Queues are stored by
+name, and the relay declares them as its own app configures them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from celery import Celery, _state, current_app
 from celery.canvas import maybe_signature
 from celery.result import result_from_tuple
-from kombu import Exchange, Queue, binding
+from kombu import Queue
 from kombu.utils.json import dumps, loads
 
 from ..exceptions import NotSerializable
@@ -62,7 +61,8 @@ def to_row(
         chord: The id that the messages of that chord share.
 
     Raises:
-        NotSerializable: A header or option is not plain data, or a name or id does not fit.
+        NotSerializable: A header or option is not plain data, a name or id does not fit, or the
+            app does not know the queue.
     """
     data = message.data
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
@@ -70,9 +70,8 @@ def to_row(
             hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
-    if isinstance(options["exchange"], Exchange):
-        options["exchange"] = options["exchange"].as_dict()
-    options["declare"] = [_pack_entity(message.app, one) for one in options["declare"] or ()]
+    options["exchange"] = getattr(options["exchange"], "name", options["exchange"])
+    options["declare"] = [_name_queue(message, queue) for queue in options["declare"] or ()]
     if isinstance(options.get("reply_to"), Queue):
         options["reply_to"] = options["reply_to"].name
     properties: dict[str, Any] = {
@@ -106,8 +105,8 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
         properties = loads(row.properties)
         app = get_app(properties["app"])
         options = properties["options"]
-        options["exchange"] = _unpack_exchange(options["exchange"])
-        options["declare"] = [_unpack_entity(app, one) for one in options["declare"]]
+        amqp: Any = app.amqp
+        options["declare"] = [amqp.queues[name] for name in options["declare"]]
         message = Message(
             app=app,
             task=row.task,
@@ -180,43 +179,15 @@ def is_storable(text: str) -> bool:
         return False
 
 
-def _unpack_exchange(packed: Any) -> Any:
-    return Exchange(**packed) if isinstance(packed, dict) else packed
-
-
-def _pack_entity(app: Celery, entity: Any) -> Any:
-    """Return a queue's name if the app knows this very queue, otherwise a full description."""
-    if isinstance(entity, Exchange):
-        return {"exchange": entity.as_dict()}
-    amqp: Any = app.amqp
+def _name_queue(message: Message, queue: Any) -> str:
+    """Return the name of a queue, by which a relay finds the same one."""
+    amqp: Any = message.app.amqp
     # amqp.queues itself would add a queue that is missing.
-    known: Any = dict.get(amqp.queues, entity.name)
-    if known is entity:
-        return entity.name
-    packed = _pack_queue(entity)
-    # Kombu's own comparison ignores many attributes.
-    return entity.name if known is not None and _pack_queue(known) == packed else {"queue": packed}
-
-
-def _pack_queue(queue: Queue) -> dict[str, Any]:
-    packed: dict[str, Any] = queue.as_dict(recurse=True)
-    packed["bindings"] = sorted(packed["bindings"], key=repr)  # kombu has them in a set
-    return packed
-
-
-def _unpack_entity(app: Celery, packed: Any) -> Any:
-    if isinstance(packed, str):
-        amqp: Any = app.amqp
-        return amqp.queues[packed]
-    if "exchange" in packed:
-        return Exchange(**packed["exchange"])
-    attributes = packed["queue"]
-    attributes["exchange"] = _unpack_exchange(attributes["exchange"])
-    attributes["bindings"] = [
-        binding(**{**bound, "exchange": _unpack_exchange(bound["exchange"])})
-        for bound in attributes["bindings"]
-    ]
-    return Queue(**attributes)
+    known = dict.get(amqp.queues, queue.name)
+    if known is queue or known == queue:
+        return str(queue.name)
+    hint = "The outbox keeps only the name of a queue: add this one to task_queues."
+    raise NotSerializable(message.task, "the queue", repr(queue), hint)
 
 
 def _pack_call(call: ChordCall) -> tuple[str, list[Any], dict[str, Any]]:
