@@ -42,7 +42,6 @@ class Message:
         options: The other arguments of ``Producer.publish``.
         eta, expires: When the task may start and when it expires, as text; None: no limit.
         event: Celery's task-sent event; None unless ``task_send_sent_event`` is on.
-        result_wanted: Whether the result backend is notified of the send.
         context: The context in which the message was made, a copy of the caller's: a receiver
             of ``before_task_publish`` may set a variable that a receiver of
             ``after_task_publish`` resets, as tracing does.
@@ -59,7 +58,6 @@ class Message:
     eta: str | None
     expires: str | None
     event: dict[str, Any] | None
-    result_wanted: bool
     context: Context = field(default_factory=copy_context)
     attempt: str = ""
 
@@ -148,25 +146,19 @@ def _install_in_backend(app: Celery) -> None:
     _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
     if (consumer := getattr(backend, "result_consumer", None)) is not None:
         _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
-        subscribe = functools.partial(_subscribe_and_wait, consumer)
-        _switch(consumer, "_wait_for_pending", subscribe, subscribe)
+        wait = consumer._wait_for_pending
+        consumer._wait_for_pending = functools.partial(_subscribe_and_wait, consumer, wait)
     # The last one, because it shows that the backend has all of them.
     put_off = functools.partial(_put_off_chord_call, app, "set_chord_size")
     _switch(backend, "set_chord_size", put_off)
 
 
-def _switch(
-    owner: Any,
-    name: str,
-    while_capturing: Callable[..., Any],
-    else_do: Callable[..., Any] | None = None,
-) -> None:
+def _switch(owner: Any, name: str, while_capturing: Callable[..., Any]) -> None:
     """
     Replace a method, on first use, with one that does something else inside :func:`capture`.
 
     Args:
         while_capturing: Called with what is captured, the original method, and its arguments.
-        else_do: Called in the same way outside of :func:`capture`; None: the original is called.
     """
     original = getattr(owner, name)
     if hasattr(original, "celery_safe"):
@@ -175,8 +167,6 @@ def _switch(
     def switched(*args: Any, **kwargs: Any) -> Any:
         if (captured := CAPTURED.get()) is not None:
             return while_capturing(captured, original, *args, **kwargs)
-        if else_do is not None:
-            return else_do(captured, original, *args, **kwargs)
         return original(*args, **kwargs)
 
     switched.celery_safe = True  # type: ignore[attr-defined]
@@ -189,7 +179,7 @@ def _put_off_chord_call(
     captured.chord_calls.append(ChordCall(app, method, args, kwargs))
 
 
-def _subscribe_and_wait(consumer: Any, _: Any, original: Any, result: Any, **kwargs: Any) -> Any:
+def _subscribe_and_wait(consumer: Any, original: Any, result: Any, **kwargs: Any) -> Any:
     """Subscribe to a result that is waited for, because its send may not have subscribed to it."""
     for task_id in _unknown_ids(result):
         consumer.consume_from(task_id)
@@ -248,7 +238,7 @@ def _keep(
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         event = message[3] and {**message[3], "queue": _queue_name(app, **more)}
         # The caller may still change these headers, like the arguments.
-        headers = publishing["headers"] = {
+        publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)
             for name, value in publishing["headers"].items()
         }
@@ -264,7 +254,6 @@ def _keep(
                 eta=about.get("eta"),
                 expires=about.get("expires"),
                 event=event,
-                result_wanted=not headers.get("ignore_result"),
                 context=context,
             )
         )

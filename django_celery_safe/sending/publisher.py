@@ -12,9 +12,8 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 from weakref import WeakSet
 
 from celery import Celery, signals
@@ -37,6 +36,7 @@ from .broker import (
     is_out_of_order,
     is_timeout,
     is_unreachable,
+    pooled_producer,
 )
 from .capture import Message
 from .deduplicate import publish_once
@@ -50,9 +50,6 @@ TOGETHER: Final = 100
 DELAYED: Final = "celery_delayed_27"
 DELAY: Final = re.compile(r"(?:[01]\.){28}")
 
-#: Lends a producer; raises BrokerGone if the broker can't be reached.
-Lend: TypeAlias = Callable[[], AbstractContextManager[Any]]
-
 
 class Publisher:
     """
@@ -60,10 +57,9 @@ class Publisher:
 
     Args:
         app: The Celery app.
-        lend: Lends the producer for each publication.
-        wait: Longest wait for one answer from the broker, s. A message that fails is tried once
+        seconds: Longest wait for one answer from the broker. A message that fails is tried once
             more at once, because an idle connection may have been cut. None: the message's own
-            retry policy applies.
+            retry policy applies, on a connection of the app's own pool.
         patient: Whether a message is tried a second time even if the broker did not answer, and
             queues of the default exchange are declared again too, with a few more requests.
         has_time: Returns whether there is time for another try.
@@ -72,18 +68,21 @@ class Publisher:
     def __init__(
         self,
         app: Celery,
-        lend: Lend,
+        seconds: float | None = None,
         *,
-        wait: float | None = None,
         patient: bool = False,
         has_time: Callable[[], bool] = lambda: True,
     ) -> None:
         self.app = app
-        self._lend = lend
-        # With other backends, a caller that waits for a result subscribes to it.
-        self._replies = isinstance(app.backend, RPCBackend)
+        #: Lends a producer; raises BrokerGone if the broker can't be reached.
+        self._lend = partial(pooled_producer, app)
+        # With other backends, a caller that waits for a result subscribes to it; none waits here
+        # for those of a relay.
+        self._replies = isinstance(app.backend, RPCBackend) and not patient
         self._options: dict[str, Any] = {}
-        if wait is not None:
+        if seconds is not None:
+            self._lend = partial(bounded_producer, app, seconds, patient=patient)
+            wait = seconds * ONE_WAIT
             self._options = {"retry": False, "timeout": wait, "confirm_timeout": wait}
         self._patient, self._has_time = patient, has_time
         #: Set once the broker is gone, so that later messages don't wait for it.
@@ -188,7 +187,7 @@ class Publisher:
     def _publish(self, message: Message, *, is_last: bool = False) -> None:
         try:
             with self._lend() as producer:
-                if self._replies and message.result_wanted:
+                if self._replies and not message.options["headers"].get("ignore_result"):
                     # The broker delivers results only to a queue that exists.
                     backend: Any = self.app.backend
                     maybe_declare(backend.binding(producer.channel))
@@ -216,13 +215,6 @@ class Publisher:
         if producer.connection not in self._redeclaring:
             self._redeclaring.add(producer.connection)
             producer.connection.declared_entities.clear()
-
-
-def bounded_publisher(app: Celery, seconds: float, **options: Any) -> Publisher:
-    """Return a publisher of outbox messages that waits at most ``seconds`` for one answer."""
-    patient = options.get("patient", False)
-    lend = partial(bounded_producer, app, seconds, patient=patient)
-    return Publisher(app, lend, wait=seconds * ONE_WAIT, **options)
 
 
 def takes_lock(message: Message, *, begun: bool = False) -> bool:

@@ -118,7 +118,6 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             eta=properties.get("eta"),
             expires=properties.get("expires"),
             event=properties.get("event"),
-            result_wanted=False,
             attempt=row.attempt,
         )
         texts = options["routing_key"], message.eta, message.expires

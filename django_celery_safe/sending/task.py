@@ -207,7 +207,7 @@ class SafeTaskMixin(Task[P, R]):
         outbox = outbox if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
-        if not (asked is None or isinstance(asked, bool)):
+        if asked is not None:
             conf.switch(asked, "send_on_commit")
         if asked is False:
             if carried or ours.get("outbox") or ours.get("using"):
@@ -226,8 +226,7 @@ class SafeTaskMixin(Task[P, R]):
         self, args: Any, kwargs: Any, options: dict[str, Any], ours: dict[str, Any]
     ) -> SentResult[R]:
         using, outbox = ours.get("using"), ours.get("outbox")
-        if not isinstance(outbox, bool):
-            outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
+        outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
         eager = self.app.conf.task_always_eager
         result: SentResult[R]
         if not must_wait(using) and (eager or not outbox):
