@@ -220,9 +220,6 @@ class _StandIn:
     def publish(self, body: Any, **options: Any) -> NoReturn:
         raise _PublishIntercepted(body, options)
 
-    def revive(self, channel: Any) -> None:
-        """Do nothing: there is no connection to revive."""
-
 
 def _keep(
     app: Celery, captured: Captured, send: Any, producer: Any, name: str, message: Any, **more: Any
@@ -236,7 +233,8 @@ def _keep(
         content_type, encoding, data = serialize(name, kept.body, serializer)
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
-        event = message[3] and {**message[3], "queue": _queue_name(app, **more)}
+        declared = publishing["declare"] or (None,)
+        event = message[3] and {**message[3], "queue": getattr(declared[0], "name", None)}
         # The caller may still change these headers, like the arguments.
         publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)
@@ -259,12 +257,3 @@ def _keep(
         )
         # Messages that receivers send during the publication are not captured.
         context.run(CAPTURED.set, None)
-
-
-def _queue_name(app: Celery, queue: Any = None, exchange: Any = None, **options: Any) -> str | None:
-    """Return the queue that Celery's event names (celery/app/amqp.py)."""
-    if queue is None and exchange is None:
-        amqp: Any = app.amqp
-        queue = amqp.default_queue
-    name: str | None = getattr(queue, "name", queue)
-    return name

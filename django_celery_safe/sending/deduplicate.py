@@ -188,11 +188,7 @@ def _make_result(task: Any, task_id: str, options: dict[str, Any]) -> Any:
     if task.app.conf.task_always_eager:
         return as_sent_result(EagerResult(task_id, None, PENDING))
     result = as_sent_result(task.AsyncResult(task_id))
-    ignores = options.get("ignore_result")
-    result.ignored = task.ignore_result if ignores is None else ignores
-    parent = get_current_task()
-    if parent is not None and options.get("add_to_parent", True):
-        parent.add_trail(result)
+    result.ignored = options.get("ignore_result", task.ignore_result)
     return result
 
 
