@@ -138,29 +138,31 @@ def _key(call: Call, guarded: Guarded, own: Options) -> str:
 
 
 def send_once(
-    call: Call, send: Callable[[dict[str, Any]], SentResult[T]], *, again: bool = False
+    call: Call, send: Callable[[Call], SentResult[T]], *, again: bool = False
 ) -> SentResult[T]:
     """
     Send the task now, or run it eagerly, unless it is a duplicate.
 
     Args:
-        send: Sends the task with the options that it gets; if that waits for a commit, only the
-            commit finds out whether it is a duplicate.
+        send: Sends the call that it gets; if that waits for a commit, only the commit finds out
+            whether it is a duplicate.
         again: Whether the running task re-sends its own message.
     """
     task, args, kwargs, options = call
     if not before_task_publish.receivers:  # one may redact what the message shows
         # The lock shows it too, and Celery would make the same texts in more than its time.
         options = {**show_plain(args or (), kwargs), **options}
+        call = call._replace(options=options)
     if CAPTURED.get() is not None:  # the commit finds out
-        result = send(options)
+        result = send(call)
         result.is_duplicate = None
         return result
-    headers = _headers_to_be(call._replace(options=options))
+    headers = _headers_to_be(call)
     sent: list[SentResult[T]] = []
 
     def publish() -> None:
-        sent.append(send({**with_header(options, headers[HEADER]), "task_id": headers["id"]}))
+        given = {**with_header(options, headers[HEADER]), "task_id": headers["id"]}
+        sent.append(send(call._replace(options=given)))
 
     runs = partial(getattr, task.app.conf, "task_always_eager")
     held = publish_once(headers, publish, again=again, runs=runs)

@@ -23,28 +23,21 @@ from kombu.utils.uuid import uuid
 from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
+from .deduplicate import Call
 from .typed import allow_get, refuse_get
 
 logger = get_logger(__name__)
 
 
-def run_task_on_commit(
-    task: Any, send: Callable[..., Any], call: tuple[Any, Any, dict[str, Any]], using: str | None
-) -> Any:
-    """
-    Send a task when ``using`` commits, which runs it; see :func:`run_on_commit`.
-
-    Args:
-        send: Sends the task with its arguments and options.
-        call: The arguments and options.
-    """
-    args, kwargs, options = call
-    _check(task, *call)
+def run_task_on_commit(send: Callable[[Call], Any], call: Call, using: str | None) -> Any:
+    """Send a task when ``using`` commits, which runs it; see :func:`run_on_commit`."""
+    _check(call)
+    task, args, kwargs, options = call
     result: Any = EagerResult(options.get("task_id") or uuid(), None, PENDING)
     result.is_duplicate = None
-    given = {**options, "task_id": result.id, "throw": False}
-    run = partial(send, *_freeze(task.name, (args, kwargs)), given)
-    return _put_off(task.name, result, run, using)
+    args, kwargs = _freeze(task.name, (args, kwargs))
+    frozen = Call(task, args, kwargs, {**options, "task_id": result.id, "throw": False})
+    return _put_off(task.name, result, partial(send, frozen), using)
 
 
 def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping[str, Any]) -> Any:
@@ -66,7 +59,7 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     task = signature.app.tasks.get(str(signature.task))
     if type(signature) is Signature and task is not None:
         given = signature.clone(options.get("args"), options.get("kwargs"))
-        _check(task, given.args, given.kwargs, {**given.options, **options})
+        _check(Call(task, given.args, given.kwargs, {**given.options, **options}))
     # The copy shares nothing with the original, not even the members of a group.
     frozen, given = _freeze(str(signature.task), (signature, dict(options)))
     result = _pending(frozen.freeze(given.pop("task_id", None)))
@@ -76,8 +69,9 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     return _put_off(str(signature.task), result, run, using)
 
 
-def _check(task: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> None:
+def _check(call: Call) -> None:
     """Check a task's arguments as they would be checked for a message."""
+    task, args, kwargs, options = call
     serializer = options.get("serializer") or task.serializer
     args, kwargs = args or (), kwargs or {}
     dump = getattr(task, "_dump_pydantic_arguments", None)  # since Celery 5.7

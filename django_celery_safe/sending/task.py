@@ -155,18 +155,19 @@ class SafeTaskMixin(Task[P, R]):
         if options.get("task_id") is not None:
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
         ours = {name: options.pop(name) for name in _OURS if name in options}
+        call = Call(self, args, kwargs, options)
         resent = find_resent(options.get("task_id"))
         waits = CAPTURED.get() is not None
         # A captured message waits for its commit; a message that is re-sent must not wait.
         if resent is not None or waits:
-            return self._send(args, kwargs, options, resent, waits=waits)
+            return self._send(call, resent, waits=waits)
         outbox, wanted, warns = conf.get_each("OUTBOX", "SEND_ON_COMMIT", "WARN_IN_ATOMIC")
         if self._waits_for_commit(ours, outbox, wanted):
-            return self._send_on_commit(args, kwargs, options, ours)
+            return self._send_on_commit(call, ours)
         if warns and ours.get("send_on_commit") is not False and (opened := aliases_in_atomic()):
             place = calling_line()
             SENT_IN_ATOMIC.emit(SafeTaskMixin, task=self.name, using=opened[0], place=place)
-        return self._send(args, kwargs, options, None, waits=False)
+        return self._send(call, waits=False)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """
@@ -222,31 +223,25 @@ class SafeTaskMixin(Task[P, R]):
             return True
         return bool(wanted if self.send_on_commit is None else self.send_on_commit)
 
-    def _send_on_commit(
-        self, args: Any, kwargs: Any, options: dict[str, Any], ours: dict[str, Any]
-    ) -> SentResult[R]:
+    def _send_on_commit(self, call: Call, ours: dict[str, Any]) -> SentResult[R]:
         using, outbox = ours.get("using"), ours.get("outbox")
         outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
         eager = self.app.conf.task_always_eager
         result: SentResult[R]
         if not must_wait(using) and (eager or not outbox):
-            result = self._send(args, kwargs, options, None)
+            result = self._send(call)
         elif eager:
-            send = partial(self._send, resent=None)
-            result = run_task_on_commit(self, send, (args, kwargs, options), using)
+            result = run_task_on_commit(self._send, call, using)
         else:
-            send = partial(self._send, args, kwargs, resent=None)
-            result = hold(self.app, send, using, options, outbox=outbox)
+
+            def send(options: dict[str, Any]) -> SentResult[R]:
+                return self._send(call._replace(options=options))
+
+            result = hold(self.app, send, using, call.options, outbox=outbox)
         return result
 
     def _send(
-        self,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        resent: Resent | None,
-        *,
-        waits: bool = True,
+        self, call: Call, resent: Resent | None = None, *, waits: bool = True
     ) -> SentResult[R]:
         """Send the task, or let ``CAPTURED`` keep its message; ``waits``: a commit may delay it."""
         if apps.ready and "django_celery_safe" not in apps.app_configs:
@@ -255,38 +250,39 @@ class SafeTaskMixin(Task[P, R]):
                 f"INSTALLED_APPS: nothing would free the locks of messages, fail steps or check "
                 f"the settings. Add it, and run manage.py migrate."
             )
+        options = call.options
         try:
-            check_arguments(self.name, args, kwargs, *_signatures_in(options))
+            check_arguments(self.name, call.args, call.kwargs, *_signatures_in(options))
         except NotSerializable as error:
             if waits or (options.get("serializer") or self.serializer) == "json":
                 raise
             logger.warning("%s The message is sent all the same.", error)
         # A worker's main process sends the retry of a killed run like any other message.
-        run = find_run(options.get("task_id")) if resent is not None else None
-        if run is not None and resent is not None and CAPTURED.get() is None:
-            send = partial(self._send, args, kwargs, options, resent, waits=waits)
+        run = None if resent is None else find_run(options.get("task_id"))
+        if resent is not None and run is not None and CAPTURED.get() is None:
+            send = partial(self._send, call, resent, waits=waits)
             return run.keep(send, unchanged=resent.unchanged)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
-        call, header = Call(self, args, kwargs, options), carried
+        header = carried
         if resent is None or not resent.unchanged:
             call, header = add_header(call, carried, resent is not None)
-        send = partial(self._publish, args, kwargs)
         if "sent" not in header:
-            return send(call.options)
+            return self._publish(call)
         if header["sent"] == carried.get("sent"):
             # Before the publication, because the next run may take the lock right after it.
             sent = pass_on(header["sent"], call.options)
             try:
-                return send(call.options)
+                return self._publish(call)
             except BaseException:
                 if sent is not None:
                     sent.take_back()
                 raise
-        return send_once(call, send, again=resent is not None)
+        return send_once(call, self._publish, again=resent is not None)
 
-    def _publish(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
+    def _publish(self, call: Call) -> SentResult[R]:
         """Send as Celery does, and name the argument that can't be serialized."""
+        _, args, kwargs, options = call
         try:
             return as_sent_result(super().apply_async(args, kwargs, **options))
         except EncodeError as error:
