@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from celery import Celery
@@ -100,16 +99,11 @@ class Captured:
     chord_calls: list[ChordCall] = field(default_factory=list)
 
 
-def capture(
-    app: Celery,
-    captured: Captured,
-    send: Callable[[dict[str, Any]], T],
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> T:
+def capture(app: Celery, captured: Captured, send: Callable[[dict[str, Any]], T]) -> T:
     """
     Call ``send``, and keep every message that it sends, in order, in ``captured``.
 
-    It gets the options, and a producer for its sends; with that, they need none from the app's
+    It gets the option with a producer for its sends; with that, they need none from the app's
     pool.
 
     Nothing connects to the broker or the result backend. Ids, results and
@@ -122,7 +116,7 @@ def capture(
     context = copy_context()
     context.run(CAPTURED.set, captured)
     stand_in = app.amqp.celery_safe_stand_in  # type: ignore[union-attr]
-    return context.run(send, {**options, "producer": stand_in})
+    return context.run(send, {"producer": stand_in})
 
 
 def install(app: Celery) -> None:
@@ -141,8 +135,7 @@ def _install_in_backend(app: Celery) -> None:
         return
     # Some open a connection when a task is sent or a group's result is made, and hang if their
     # server is down.
-    if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
-        _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
+    _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
     _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
     if (consumer := getattr(backend, "result_consumer", None)) is not None:
         _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes

@@ -131,7 +131,7 @@ def hold(
     options = dict(options)
     _refuse_other_broker(app, options)
     captured = Captured()
-    result = capture(app, captured, send, options)
+    result = capture(app, captured, lambda given: send({**options, **given}))
 
     def leave() -> None:
         if result is not None:

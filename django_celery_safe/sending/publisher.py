@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, cast
 from weakref import WeakSet
@@ -23,7 +23,6 @@ from kombu.common import maybe_declare
 from kombu.serialization import loads
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
-from ..batches import in_batches
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
 from ..foreign_errors import describe_error, find_interruption
@@ -43,8 +42,6 @@ from .deduplicate import publish_once
 
 logger = get_logger(__name__)
 
-#: Messages that one request publishes.
-TOGETHER: Final = 100
 #: Exchange through which Celery delays messages to a quorum queue (celery/app/base.py), and the
 #: prefix that it adds to the routing key: the delay in seconds, as 28 binary digits.
 DELAYED: Final = "celery_delayed_27"
@@ -125,17 +122,13 @@ class Publisher:
             self.gone = gone
             raise
 
-    def publish_together(
-        self, messages: Iterable[Message], report: Callable[[Message], object]
-    ) -> None:
+    def publish_together(self, messages: Sequence[Message]) -> bool:
         """
-        Publish messages that take no lock, a hundred in one request, if the transport can.
+        Publish messages that take no lock in one request, if the transport can.
 
-        The caller must publish unreported messages one by one: either the transport can't
-        publish several at once, or a request failed, and the broker may have some of them.
-
-        Args:
-            report: Called with each message that the broker has, in their order.
+        Returns:
+            Whether the broker has all of them. If not, the caller must publish them one by one:
+            the transport can't do it, or the request failed, and the broker may have some.
 
         Raises:
             BrokerGone: The broker takes no message now.
@@ -144,14 +137,12 @@ class Publisher:
         try:
             with self._lend() as producer:
                 if not getattr(producer.connection.transport, "supports_batch_publish", False):
-                    return
+                    return False
                 self._redeclare(producer)
-                for part in in_batches(messages, TOGETHER, lambda message: len(message.data)):
-                    with producer.batch(max_size=len(part)):
-                        for message in part:
-                            put(message, producer, **self._options)
-                    for message in part:
-                        report(message)
+                with producer.batch(max_size=len(messages)):
+                    for message in messages:
+                        put(message, producer, **self._options)
+                return True
         except BrokerGone as gone:
             self.gone = gone
             raise
@@ -159,9 +150,7 @@ class Publisher:
             # kombu's batch wraps every error, even a soft time limit of the running task.
             if (limit := find_interruption(error, outer)) is not None:
                 raise limit from error
-            if is_timeout(error) and not self._patient:
-                self.gone = BrokerGone(error)
-                raise self.gone from error
+            return False
 
     def announce(self, message: Message) -> None:
         """

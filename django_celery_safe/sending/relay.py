@@ -299,11 +299,9 @@ class Relay:
             return  # another relay may claim these rows soon
         publisher = self._publishers[app] = Publisher(app, LONGEST_WAIT, patient=True)
         free = [one for one in claimed if not one.needs]
-        if len(free) > 1:
-            waiting = iter(free)
-            publisher.publish_together(
-                [one.message for one in free], lambda _: self._record_sent(next(waiting))
-            )
+        if len(free) > 1 and publisher.publish_together([one.message for one in free]):
+            for one in free:
+                self._record_sent(one)
         unavailable: dict[str, str] = {}
         for one in claimed:
             if self._next.get(one.row.pk) != NOT_REACHED:
