@@ -17,7 +17,6 @@ from django.utils import timezone
 from .. import conf
 from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
-from ..sending.commit import must_wait
 from ..sending.outbox import UNTIL_DONE, Outbox
 from ..sending.serialization import is_storable
 from .functions import add_function, find_task
@@ -94,11 +93,7 @@ class SafeCeleryBackend(BaseTaskBackend):
             task_id=result.id,
             **_celery_options(task),
         )
-        settle = partial(self._settle, result, sent)
-        if must_wait(self.using):
-            transaction.on_commit(settle, using=self.using)
-        else:
-            settle()
+        transaction.on_commit(partial(self._settle, result, sent), using=self.using)
         return result
 
     def get_result(self, result_id: str) -> AnyResult:
