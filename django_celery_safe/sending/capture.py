@@ -110,22 +110,15 @@ def capture(app: Celery, captured: Captured, send: Callable[[dict[str, Any]], T]
     argument checks are as in any other send.
     """
     app = getattr(app, "_get_current_object", lambda: app)()  # shared tasks have a stand-in
-    install(app)
+    amqp: Any = app.amqp
+    if not hasattr(amqp, "celery_safe_stand_in"):
+        _switch(amqp, "send_task_message", functools.partial(_keep, app))
+        amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
     _install_in_backend(app)
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
     context.run(CAPTURED.set, captured)
-    stand_in = app.amqp.celery_safe_stand_in  # type: ignore[union-attr]
-    return context.run(send, {"producer": stand_in})
-
-
-def install(app: Celery) -> None:
-    """Let ``CAPTURED`` apply to the sends of an app."""
-    if hasattr(app.amqp.send_task_message, "celery_safe"):
-        return
-    amqp: Any = app.amqp
-    amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
-    _switch(amqp, "send_task_message", functools.partial(_keep, app))
+    return context.run(send, {"producer": amqp.celery_safe_stand_in})
 
 
 def _install_in_backend(app: Celery) -> None:

@@ -220,19 +220,18 @@ class OutboxSender(Sender):
         self.token = os.urandom(16).hex()
         self._timeout = float(conf.get("OUTBOX_SEND_TIMEOUT"))
         self.held = self._timeout + GRACE
-        self._has_begun = False
         #: A send that starts before this time ends before a relay takes its rows, even if its
         #: last publication takes as long as all others together.
         self._ours_until = time.monotonic() + max(0.0, GRACE - self._timeout)
+        #: When the sends of the commit have had their time; 0: they have not begun.
         self._give_up_at = 0.0
         #: The errors that were reported for a message of the commit.
         self._reported: set[str] = set()
 
     def send(self, send: Send) -> None:
         """Send all messages of the transaction, at the first call."""
-        if self._has_begun:
+        if self._give_up_at:
             return
-        self._has_begun = True
         self._give_up_at = time.monotonic() + self._timeout
         try:
             ours = self._find()

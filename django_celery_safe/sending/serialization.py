@@ -64,7 +64,6 @@ def to_row(
         NotSerializable: A header or option is not plain data, a name or id does not fit, or the
             app does not know the queue.
     """
-    data = message.data
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
         if len(name) > LONGEST_NAME or not is_storable(name):
             hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
@@ -89,6 +88,7 @@ def to_row(
     except (TypeError, ValueError) as error:
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
+    data = message.data
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
     return MessageColumns(message.task, message.task_id, text, body, chord, calls, message.attempt)
 
@@ -105,6 +105,7 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
         properties = loads(row.properties)
         app = get_app(properties["app"])
         options = properties["options"]
+        options["headers"] = dict(options["headers"])  # what else is wrong shows at the publication
         amqp: Any = app.amqp
         options["declare"] = [amqp.queues[name] for name in options["declare"]]
         message = Message(
@@ -120,10 +121,6 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             event=properties.get("event"),
             attempt=row.attempt,
         )
-        texts = options["routing_key"], message.eta, message.expires
-        are_texts = all(text is None or isinstance(text, str) for text in texts)
-        if not (isinstance(options["headers"], dict) and are_texts):
-            raise TypeError
         packed = loads(row.chord_calls) if row.chord_calls else ()
         calls = [_unpack_call(app, *call) for call in packed]
     except ForAnotherRelay:
