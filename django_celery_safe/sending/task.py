@@ -27,9 +27,8 @@ from .arguments import check_arguments, explain, refuse_misspelt
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
-from .commit import hold, must_wait
+from .commit import hold, must_wait, run_task_on_commit
 from .deduplicate import SIGNATURES, Call, add_header, pass_on, run_with_lock, send_once
-from .eager import run_task_on_commit
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .typed import DjangoTask, P, R, SentResult, Task, as_sent_result
 
