@@ -18,7 +18,6 @@ from .. import conf
 from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
 from ..sending.outbox import UNTIL_DONE, Outbox
-from ..sending.serialization import is_storable
 from .functions import add_function, find_task
 from .results import FIELD, AnyResult, AnyTask, describe, make_result, read_row, set_on
 
@@ -112,10 +111,10 @@ class SafeCeleryBackend(BaseTaskBackend):
                 f'RETENTION, such as {{"sent": timedelta(days=1)}}, after which results go.'
             )
         from ..models.outbox import OutboxMessage  # needs the app registry
+        from ..models.text import storable
 
-        if not is_storable(str(result_id)):
-            raise TaskResultDoesNotExist(result_id)  # PostgreSQL refuses to look for it
-        rows = OutboxMessage.objects.using(self.using).carried(str(result_id))
+        # PostgreSQL refuses to look for an id that it can't store.
+        rows = OutboxMessage.objects.using(self.using).carried(storable(str(result_id)))
         row = rows.order_by("-pk").first()
         task = None if row is None else find_task(row.task)
         if task is None:

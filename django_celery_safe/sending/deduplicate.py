@@ -286,7 +286,10 @@ def publish_once(
         if published:
             headers[HEADER] = {**header, "duplicate": first}
             publish()
-        _emit_duplicate(headers, held, published)
+        name = held.name.removeprefix("sent:")
+        event = TASK_DUPLICATE_PUBLISHED if published else TASK_DUPLICATE
+        facts = {"task": task, "task_id": headers["id"], "sent_id": first, "published": published}
+        event.emit(publish_once, name=name, **facts)
         return None if published else held
     # The lock has no holder: it was freed a moment ago. Another sender may take it and send the
     # same message once more.
@@ -309,10 +312,3 @@ def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
     result.is_duplicate = held is not None or is_marked
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
-
-
-def _emit_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:
-    name = held.name.removeprefix("sent:")
-    event = TASK_DUPLICATE_PUBLISHED if published else TASK_DUPLICATE
-    facts = {"task": headers["task"], "task_id": headers["id"], "sent_id": held.holder.task_id}
-    event.emit(publish_once, name=name, **facts, published=published)

@@ -112,7 +112,7 @@ class Publisher:
         """
         if now and self.gone is not None:
             raise self.gone
-        publish: Callable[[], object] = partial(self._publish, message) if now else _leave
+        publish: Callable[[], object] = partial(self._publish, message) if now else lambda: None
         try:
             if takes_lock(message, begun=begun):
                 return publish_once(message.options["headers"], publish, again=again)
@@ -248,10 +248,6 @@ def _is_delayed(options: dict[str, Any]) -> bool:
     """Return whether the broker delays the message by its routing key, as quorum queues do."""
     exchange = getattr(options["exchange"], "name", options["exchange"])
     return exchange == DELAYED and DELAY.match(options["routing_key"] or "") is not None
-
-
-def _leave() -> None:
-    """Leave a message in its row."""
 
 
 def _send_after_publish(message: Message) -> None:

@@ -64,8 +64,10 @@ def to_row(
         NotSerializable: A header or option is not plain data, a name or id does not fit, or the
             app does not know the queue.
     """
+    from ..models.text import storable  # needs the app registry
+
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
-        if len(name) > LONGEST_NAME or not is_storable(name):
+        if storable(name, LONGEST_NAME) != name:
             hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
@@ -165,14 +167,6 @@ def get_app(name: str | None) -> Celery:
         f"it was sent by the Celery app {name!r}, and here is only {names}: run the relay where "
         f"the project's app is imported"
     )
-
-
-def is_storable(text: str) -> bool:
-    """Return whether a text column can store a text: it is valid Unicode without NUL."""
-    try:
-        return b"\0" not in text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
 
 
 def _name_queue(message: Message, queue: Any) -> str:
