@@ -67,11 +67,10 @@ def add_header(call: Call, carried: Header, is_resent: bool = False) -> tuple[Ca
     task, options = call.task, call.options
     asked = options.get("single_instance", carried.get("options"))
     options = {name: value for name, value in options.items() if name != "single_instance"}
-    headers = options.get("headers")
-    header = Header()
-    if headers and HEADER in headers:
-        # All other fields were copied from another message, or are set below.
-        header = read_given_fields(headers, task.name)
+    headers = options.get("headers") or {}
+    # All other fields were copied from another message, or are set below.
+    header = read_given_fields(headers, task.name)
+    if HEADER in headers:
         options["headers"] = {name: headers[name] for name in headers if name != HEADER}
     call = call._replace(options=options)
     guarded = find_guarded(task)

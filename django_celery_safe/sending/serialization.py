@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from celery import Celery, _state, current_app
 from celery.canvas import maybe_signature
 from celery.result import result_from_tuple
-from kombu import Queue
 from kombu.utils.json import dumps, loads
 
 from ..exceptions import NotSerializable
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 #: The length of the columns for names and ids, in characters.
 LONGEST_NAME: Final = 255
+
+#: The attributes of a message that its row keeps as JSON.
+KEPT: Final = ("content_type", "content_encoding", "options", "eta", "expires", "event")
 
 
 class ForAnotherRelay(Exception):
@@ -71,21 +73,15 @@ def to_row(
             hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
-    options["exchange"] = getattr(options["exchange"], "name", options["exchange"])
     options["declare"] = [_name_queue(message, queue) for queue in options["declare"] or ()]
-    if isinstance(options.get("reply_to"), Queue):
-        options["reply_to"] = options["reply_to"].name
-    properties: dict[str, Any] = {
-        "app": message.app.main,
-        "content_type": message.content_type,
-        "content_encoding": message.content_encoding,
-        "options": options,
-    }
-    for name in ("eta", "expires", "event"):
-        if (value := getattr(message, name)) is not None:
-            properties[name] = value
+    for name in ("exchange", "reply_to"):  # Celery takes an Exchange or a Queue too
+        options[name] = getattr(options.get(name), "name", options.get(name))
+    kept = {name: getattr(message, name) for name in KEPT}
+    properties = {**kept, "options": options, "app": message.app.main}
     try:
-        text = dumps(properties)
+        text = dumps(
+            {name: properties[name] for name in properties if properties[name] is not None}
+        )
         calls = dumps([_pack_call(call) for call in chord_calls]) if chord_calls else ""
     except (TypeError, ValueError) as error:
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
@@ -105,7 +101,7 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
     """
     try:
         properties = loads(row.properties)
-        app = get_app(properties["app"])
+        app = get_app(properties.get("app"))
         options = properties["options"]
         options["headers"] = dict(options["headers"])  # what else is wrong shows at the publication
         amqp: Any = app.amqp
@@ -115,13 +111,8 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             task=row.task,
             task_id=row.task_id,
             data=bytes(row.body),
-            content_type=properties["content_type"],
-            content_encoding=properties["content_encoding"],
-            options=options,
-            eta=properties.get("eta"),
-            expires=properties.get("expires"),
-            event=properties.get("event"),
             attempt=row.attempt,
+            **{name: properties.get(name) for name in KEPT},
         )
         packed = loads(row.chord_calls) if row.chord_calls else ()
         calls = [_unpack_call(app, *call) for call in packed]
