@@ -271,13 +271,8 @@ def _fill_in(task: str, result: Any, run: Callable[[], Any]) -> None:
     except SoftTimeLimitExceeded:
         raise  # the limit belongs to the task that commits
     except Exception as error:
-        logger.error(
-            "Task %s[%s] failed when it ran eagerly at the commit: %s",
-            task,
-            result.id,
-            describe_error(error),
-            exc_info=error,
-        )
+        text = "Task %s[%s] failed when it ran eagerly at the commit: %s"
+        logger.error(text, task, result.id, describe_error(error), exc_info=error)
         if isinstance(result, EagerResult):
             found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
             result.__dict__.update(found.__dict__)

@@ -236,12 +236,8 @@ def put(message: Message, producer: Any, **options: Any) -> None:
     if _is_delayed(given) and (left := seconds_until(message.eta)) is not None:
         key = DELAY.sub("", given["routing_key"], count=1)
         given["routing_key"] = calculate_routing_key(max(1, math.ceil(left)), key)
-    producer.publish(
-        message.data,
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **given,
-    )
+    content = {"content_type": message.content_type, "content_encoding": message.content_encoding}
+    producer.publish(message.data, **content, **given)
 
 
 def _is_delayed(options: dict[str, Any]) -> bool:
@@ -251,16 +247,10 @@ def _is_delayed(options: dict[str, Any]) -> bool:
 
 
 def _send_after_publish(message: Message) -> None:
-    body = loads(
-        message.data, message.content_type, message.content_encoding, accept={message.content_type}
-    )
-    signals.after_task_publish.send(
-        sender=message.task,
-        body=body,
-        headers=message.options["headers"],
-        exchange=message.options["exchange"],
-        routing_key=message.options["routing_key"],
-    )
+    content_type = message.content_type
+    body = loads(message.data, content_type, message.content_encoding, accept={content_type})
+    facts = {name: message.options[name] for name in ("headers", "exchange", "routing_key")}
+    signals.after_task_publish.send(sender=message.task, body=body, **facts)
 
 
 def _publish_event(
