@@ -82,7 +82,7 @@ class ChordCall:
             return
         # Otherwise making the group's result would subscribe to it, through the app's own backend.
         method = getattr(backend, self.method)
-        capture(self.app, Captured(), lambda _: method(*self.args, **self.kwargs))
+        capture(self.app, Captured(), lambda **_: method(*self.args, **self.kwargs))
 
 
 @dataclass(slots=True)
@@ -99,12 +99,11 @@ class Captured:
     chord_calls: list[ChordCall] = field(default_factory=list)
 
 
-def capture(app: Celery, captured: Captured, send: Callable[[dict[str, Any]], T]) -> T:
+def capture(app: Celery, captured: Captured, send: Callable[..., T]) -> T:
     """
     Call ``send``, and keep every message that it sends, in order, in ``captured``.
 
-    It gets the option with a producer for its sends; with that, they need none from the app's
-    pool.
+    It gets a ``producer`` for its sends; with that, they need none from the app's pool.
 
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
@@ -118,7 +117,7 @@ def capture(app: Celery, captured: Captured, send: Callable[[dict[str, Any]], T]
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
     context.run(CAPTURED.set, captured)
-    return context.run(send, {"producer": amqp.celery_safe_stand_in})
+    return context.run(send, producer=amqp.celery_safe_stand_in)
 
 
 def _install_in_backend(app: Celery) -> None:
@@ -128,7 +127,8 @@ def _install_in_backend(app: Celery) -> None:
         return
     # Some open a connection when a task is sent or a group's result is made, and hang if their
     # server is down.
-    _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
+    if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
+        _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
     _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
     if (consumer := getattr(backend, "result_consumer", None)) is not None:
         _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes

@@ -82,7 +82,7 @@ def send_on_commit(
         return as_sent_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
         return as_sent_result(run_on_commit(signature, using, options))
-    return hold(app, lambda given: signature.apply_async(**given), using, options, outbox=outbox)
+    return hold(app, signature.apply_async, using, options, outbox=outbox)
 
 
 def must_wait(using: str | None) -> bool:
@@ -124,7 +124,7 @@ def must_wait(using: str | None) -> bool:
 
 def hold(
     app: Celery,
-    send: Callable[[dict[str, Any]], Any],
+    send: Callable[..., Any],
     using: str | None,
     options: dict[str, Any],
     *,
@@ -148,7 +148,7 @@ def hold(
     options = dict(options)
     _refuse_other_broker(app, options)
     captured = Captured()
-    result = capture(app, captured, lambda given: send({**options, **given}))
+    result = capture(app, captured, partial(send, **options))
 
     def leave() -> None:
         if result is not None:

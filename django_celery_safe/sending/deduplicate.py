@@ -27,7 +27,7 @@ from ..concurrency.keys import call_key
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
 from ..delivery.call import is_as_sent
-from ..delivery.header import HEADER, Header, read_given_fields, read_header, with_header
+from ..delivery.header import HEADER, Header, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..leases.holder import describe_arguments
 from ..locks import HeldLock
@@ -57,30 +57,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def add_header(call: Call, carried: Header, is_resent: bool = False) -> tuple[Call, Header]:
-    """
-    Return a call with our header among the headers of its options, and the header itself.
-
-    Args:
-        carried: The header of the running message, if that is re-sent; otherwise empty.
-    """
-    task, options = call.task, call.options
-    asked = options.get("single_instance", carried.get("options"))
-    options = {name: value for name, value in options.items() if name != "single_instance"}
-    headers = options.get("headers") or {}
-    # All other fields were copied from another message, or are set below.
-    header = read_given_fields(headers, task.name)
-    if HEADER in headers:
-        options["headers"] = {name: headers[name] for name in headers if name != HEADER}
-    call = call._replace(options=options)
-    guarded = find_guarded(task)
-    # Without unique_until, the key is made when the task runs.
-    if asked is not None or (guarded and guarded.options.unique_until is not None):
-        header |= _lock_fields(call, guarded, asked, carried, is_resent)
-    return (call._replace(options=with_header(options, header)) if header else call), header
-
-
-def _lock_fields(
+def lock_fields(
     call: Call, guarded: Guarded | None, asked: Any, carried: Header, is_resent: bool
 ) -> Header:
     """Return the header fields for a message's locks."""
@@ -160,8 +137,9 @@ def send_once(
     sent: list[SentResult[T]] = []
 
     def publish() -> None:
-        given = {**with_header(options, headers[HEADER]), "task_id": headers["id"]}
-        sent.append(send(call._replace(options=given)))
+        given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
+        changed = {"task_id": headers["id"], "headers": given}
+        sent.append(send(call._replace(options={**options, **changed})))
 
     runs = partial(getattr, task.app.conf, "task_always_eager")
     held = publish_once(headers, publish, again=again, runs=runs)

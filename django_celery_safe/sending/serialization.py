@@ -66,11 +66,9 @@ def to_row(
         NotSerializable: A header or option is not plain data, a name or id does not fit, or the
             app does not know the queue.
     """
-    from ..models.text import storable  # needs the app registry
-
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
-        if storable(name, LONGEST_NAME) != name:
-            hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
+        if len(name) > LONGEST_NAME or "\0" in name:
+            hint = f"A table keeps {LONGEST_NAME} characters of it, without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
     options["declare"] = [_name_queue(message, queue) for queue in options["declare"] or ()]

@@ -13,9 +13,9 @@ from django.apps import apps
 from kombu.exceptions import EncodeError
 
 from .. import conf
-from ..concurrency.guard import name_lock
+from ..concurrency.guard import find_guarded, name_lock
 from ..delivery.copies import Resent, find_resent, resending
-from ..delivery.header import Header, read_header
+from ..delivery.header import HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..events import SENT_IN_ATOMIC
 from ..exceptions import ConfigurationError, NotSerializable, TaskPoisoned
@@ -28,7 +28,7 @@ from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import hold, must_wait, run_task_on_commit
-from .deduplicate import SIGNATURES, Call, add_header, pass_on, run_with_lock, send_once
+from .deduplicate import SIGNATURES, Call, lock_fields, pass_on, run_with_lock, send_once
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .typed import DjangoTask, P, R, SentResult, Task, as_sent_result
 
@@ -129,7 +129,7 @@ class SafeTaskMixin(Task[P, R]):
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
-            call, header = add_header(Call(self, args, kwargs, options), Header())
+            call, header = self._with_header(Call(self, args, kwargs, options), Header())
             options = call.options
             header.pop("sent", None)  # nothing was sent
         run = partial(super().apply, args, kwargs, *more, **options)
@@ -207,7 +207,7 @@ class SafeTaskMixin(Task[P, R]):
         outbox = outbox if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
-        if asked is not None:
+        if asked is not None and not isinstance(asked, bool):
             conf.switch(asked, "send_on_commit")
         if asked is False:
             if carried or ours.get("outbox") or ours.get("using"):
@@ -224,7 +224,8 @@ class SafeTaskMixin(Task[P, R]):
 
     def _send_on_commit(self, call: Call, ours: dict[str, Any]) -> SentResult[R]:
         using, outbox = ours.get("using"), ours.get("outbox")
-        outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
+        if not isinstance(outbox, bool):
+            outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
         eager = self.app.conf.task_always_eager
         result: SentResult[R]
         if not must_wait(using) and (eager or not outbox):
@@ -233,7 +234,7 @@ class SafeTaskMixin(Task[P, R]):
             result = run_task_on_commit(self._send, call, using)
         else:
 
-            def send(options: dict[str, Any]) -> SentResult[R]:
+            def send(**options: Any) -> SentResult[R]:
                 return self._send(call._replace(options=options))
 
             result = hold(self.app, send, using, call.options, outbox=outbox)
@@ -265,7 +266,7 @@ class SafeTaskMixin(Task[P, R]):
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
         if resent is None or not resent.unchanged:
-            call, header = add_header(call, carried, resent is not None)
+            call, header = self._with_header(call, carried, resent is not None)
         if "sent" not in header:
             return self._publish(call)
         if header["sent"] == carried.get("sent"):
@@ -288,6 +289,30 @@ class SafeTaskMixin(Task[P, R]):
             serializer = options.get("serializer") or self.serializer
             links = _signatures_in(options)
             raise explain(self.name, args, kwargs, links, serializer, error) from error
+
+    def _with_header(
+        self, call: Call, carried: Header, is_resent: bool = False
+    ) -> tuple[Call, Header]:
+        """
+        Return the call with our header among the headers of its options, and the header itself.
+
+        Args:
+            carried: The header of the running message, if that is re-sent; otherwise empty.
+        """
+        asked = call.options.get("single_instance", carried.get("options"))
+        options = {name: call.options[name] for name in call.options if name != "single_instance"}
+        call, headers, header = call._replace(options=options), options.get("headers"), Header()
+        if headers and HEADER in headers:
+            # All other fields were copied from another message, or are set below.
+            header = read_given_fields(headers, self.name)
+            options["headers"] = {name: headers[name] for name in headers if name != HEADER}
+        guarded = find_guarded(self)
+        # Without unique_until, the key is made when the task runs.
+        if asked is not None or (guarded and guarded.options.unique_until is not None):
+            header |= lock_fields(call, guarded, asked, carried, is_resent)
+        if header:
+            options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+        return call, header
 
 
 def _signatures_in(options: dict[str, Any]) -> list[Any]:

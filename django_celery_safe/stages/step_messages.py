@@ -38,7 +38,7 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
         transaction.on_commit(lambda: _run_all(app, steps, store.alias), using=store.alias)
         return
 
-    def send_all(given: dict[str, Any]) -> None:
+    def send_all(**_: Any) -> None:
         for step in steps:
             args, kwargs, options = _message(app, step)
             task = app.tasks.get(step.task)
