@@ -30,6 +30,5 @@ def _is_passed(frame: FrameType) -> bool:
     module: str = frame.f_globals.get("__name__", "")
     if module == "__main__":
         # Celery's own program, or `python -m celery`.
-        path = Path(frame.f_code.co_filename)
-        return path.stem == "celery" or path.parts[-2:] == ("celery", "__main__.py")
+        return Path(frame.f_code.co_filename).stem in ("celery", "__main__")
     return module.partition(".")[0] in PASSED

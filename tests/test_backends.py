@@ -1,4 +1,4 @@
-"""The backend of Django's tasks is there with Django 6.0, and never in the way."""
+"""The backend of Django's tasks is never in the way."""
 
 import subprocess
 import sys
@@ -57,10 +57,3 @@ def test_a_task_makes_no_celery_app() -> None:
         [sys.executable, "-c", DEFINED], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.returncode) == ("None True\n", 0), done.stderr
-
-
-@pytest.mark.skipif(django.VERSION >= (6, 0), reason="It is there with this Django.")
-def test_older_versions_of_django_have_no_tasks() -> None:
-    """The error says so, and what to use instead."""
-    with pytest.raises(ImportError, match=r"since 6\.0, and this is Django 5.* @shared_task"):
-        __import__("django_celery_safe.backends")

@@ -17,9 +17,7 @@ from django.utils import timezone
 from .. import conf
 from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
-from ..sending.commit import must_wait
 from ..sending.outbox import UNTIL_DONE, Outbox
-from ..sending.serialization import is_storable
 from .functions import add_function, find_task
 from .results import FIELD, AnyResult, AnyTask, describe, make_result, read_row, set_on
 
@@ -94,11 +92,7 @@ class SafeCeleryBackend(BaseTaskBackend):
             task_id=result.id,
             **_celery_options(task),
         )
-        settle = partial(self._settle, result, sent)
-        if must_wait(self.using):
-            transaction.on_commit(settle, using=self.using)
-        else:
-            settle()
+        transaction.on_commit(partial(self._settle, result, sent), using=self.using)
         return result
 
     def get_result(self, result_id: str) -> AnyResult:
@@ -117,10 +111,10 @@ class SafeCeleryBackend(BaseTaskBackend):
                 f'RETENTION, such as {{"sent": timedelta(days=1)}}, after which results go.'
             )
         from ..models.outbox import OutboxMessage  # needs the app registry
+        from ..models.text import storable
 
-        if not is_storable(str(result_id)):
-            raise TaskResultDoesNotExist(result_id)  # PostgreSQL refuses to look for it
-        rows = OutboxMessage.objects.using(self.using).carried(str(result_id))
+        # PostgreSQL refuses to look for an id that it can't store.
+        rows = OutboxMessage.objects.using(self.using).carried(storable(str(result_id)))
         row = rows.order_by("-pk").first()
         task = None if row is None else find_task(row.task)
         if task is None:

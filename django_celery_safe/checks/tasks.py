@@ -11,7 +11,7 @@ from ..concurrency.guard import find_guarded
 from ..concurrency.options import Options
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
-from ..sending.option_names import find_misspelt
+from ..sending.arguments import find_misspelt
 from .project import Project, is_carried
 
 #: The options of a SafeTask.

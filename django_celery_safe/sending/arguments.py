@@ -1,16 +1,26 @@
-"""Refusing values that can't travel in a message, before the message is made."""
+"""
+Refusing a call before its message is made: values that can't travel in it, misspelt options.
+
+Option names that resemble no option are left alone: Celery ignores them, and projects have some
+of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from inspect import signature
 from typing import Any, Final, TypeGuard
 
+from celery import Celery
 from django.db.models import Model, QuerySet
+from kombu import Producer
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
 
+from .. import conf
 from ..concurrency.options import check_call_options
-from ..exceptions import NotSerializable
+from ..exceptions import ConfigurationError, NotSerializable
 
 #: Types of values that contain nothing to check; most items of a long list have one of these.
 PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
@@ -20,6 +30,27 @@ LONGEST_SHOWN: Final = 400
 
 #: How many arguments are shown without Celery's help, and the longest text and largest number.
 MOST_PLAIN, LONGEST_PLAIN, LARGEST_PLAIN = 8, 64, 2**63
+
+#: How similar two names must be, up to 1.0, for one to count as a misspelling of the other.
+SLIP: Final = 0.8
+
+#: Our options of a send, which Celery does not know.
+OURS: Final = ("outbox", "using", "send_on_commit", "single_instance")
+
+#: Names of options of ``@app.task`` that Celery's task class does not have as attributes.
+_READ_BY_CELERY: Final = (
+    *signature(Celery._task_from_fun).parameters,
+    *signature(Producer.publish).parameters,
+    "queue",
+    "autoretry_for",
+    "dont_autoretry_for",
+    "retry_kwargs",
+    "retry_backoff",
+    "retry_backoff_max",
+    "retry_jitter",
+    "lazy",
+    "shared",
+)
 
 
 def check_arguments(
@@ -166,3 +197,35 @@ def _refuse(value: Any) -> tuple[str, str] | None:
 def _name(value: Any) -> str:
     # Not type(): request.user is a lazy object around the real user.
     return f"an instance of {value.__class__.__name__}"
+
+
+@lru_cache(maxsize=256)
+def refuse_misspelt(name: str) -> None:
+    """
+    Refuse an option of a send that is one of ours, misspelt.
+
+    Raises:
+        ConfigurationError: The error names the option and the one that was meant.
+    """
+    meant = None if name in OURS else conf.closest(name, OURS, SLIP)
+    if meant is not None:
+        raise ConfigurationError(
+            f"A task is sent with {name}=..., which is not an option of a send and does nothing. "
+            f"Did you mean {meant!r}?"
+        )
+
+
+def find_misspelt(task: Any, ours: type) -> Iterator[tuple[str, str]]:
+    """
+    Yield each misspelt option of a task, and the option that was meant.
+
+    Args:
+        ours: The class with this app's options; the task's own class may not have them.
+    """
+    own = type(task)
+    known = frozenset(_READ_BY_CELERY).union(*map(dir, (ours, *own.__bases__)))
+    # Celery turns the options of @app.task into attributes of a class.
+    for name, value in vars(own).items():
+        is_odd = name not in known and name[:1] != "_" and not callable(value)
+        if is_odd and (meant := conf.closest(name, known, SLIP)) is not None:
+            yield name, meant

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from celery import Celery
@@ -42,7 +41,6 @@ class Message:
         options: The other arguments of ``Producer.publish``.
         eta, expires: When the task may start and when it expires, as text; None: no limit.
         event: Celery's task-sent event; None unless ``task_send_sent_event`` is on.
-        result_wanted: Whether the result backend is notified of the send.
         context: The context in which the message was made, a copy of the caller's: a receiver
             of ``before_task_publish`` may set a variable that a receiver of
             ``after_task_publish`` resets, as tracing does.
@@ -59,7 +57,6 @@ class Message:
     eta: str | None
     expires: str | None
     event: dict[str, Any] | None
-    result_wanted: bool
     context: Context = field(default_factory=copy_context)
     attempt: str = ""
 
@@ -85,7 +82,7 @@ class ChordCall:
             return
         # Otherwise making the group's result would subscribe to it, through the app's own backend.
         method = getattr(backend, self.method)
-        capture(self.app, Captured(), lambda _: method(*self.args, **self.kwargs))
+        capture(self.app, Captured(), lambda **_: method(*self.args, **self.kwargs))
 
 
 @dataclass(slots=True)
@@ -102,38 +99,25 @@ class Captured:
     chord_calls: list[ChordCall] = field(default_factory=list)
 
 
-def capture(
-    app: Celery,
-    captured: Captured,
-    send: Callable[[dict[str, Any]], T],
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> T:
+def capture(app: Celery, captured: Captured, send: Callable[..., T]) -> T:
     """
     Call ``send``, and keep every message that it sends, in order, in ``captured``.
 
-    It gets the options, and a producer for its sends; with that, they need none from the app's
-    pool.
+    It gets a ``producer`` for its sends; with that, they need none from the app's pool.
 
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
     """
     app = getattr(app, "_get_current_object", lambda: app)()  # shared tasks have a stand-in
-    install(app)
+    amqp: Any = app.amqp
+    if not hasattr(amqp, "celery_safe_stand_in"):
+        _switch(amqp, "send_task_message", functools.partial(_keep, app))
+        amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
     _install_in_backend(app)
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
     context.run(CAPTURED.set, captured)
-    stand_in = app.amqp.celery_safe_stand_in  # type: ignore[union-attr]
-    return context.run(send, {**options, "producer": stand_in})
-
-
-def install(app: Celery) -> None:
-    """Let ``CAPTURED`` apply to the sends of an app."""
-    if hasattr(app.amqp.send_task_message, "celery_safe"):
-        return
-    amqp: Any = app.amqp
-    amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
-    _switch(amqp, "send_task_message", functools.partial(_keep, app))
+    return context.run(send, producer=amqp.celery_safe_stand_in)
 
 
 def _install_in_backend(app: Celery) -> None:
@@ -148,25 +132,19 @@ def _install_in_backend(app: Celery) -> None:
     _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
     if (consumer := getattr(backend, "result_consumer", None)) is not None:
         _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
-        subscribe = functools.partial(_subscribe_and_wait, consumer)
-        _switch(consumer, "_wait_for_pending", subscribe, subscribe)
+        wait = consumer._wait_for_pending
+        consumer._wait_for_pending = functools.partial(_subscribe_and_wait, consumer, wait)
     # The last one, because it shows that the backend has all of them.
     put_off = functools.partial(_put_off_chord_call, app, "set_chord_size")
     _switch(backend, "set_chord_size", put_off)
 
 
-def _switch(
-    owner: Any,
-    name: str,
-    while_capturing: Callable[..., Any],
-    else_do: Callable[..., Any] | None = None,
-) -> None:
+def _switch(owner: Any, name: str, while_capturing: Callable[..., Any]) -> None:
     """
     Replace a method, on first use, with one that does something else inside :func:`capture`.
 
     Args:
         while_capturing: Called with what is captured, the original method, and its arguments.
-        else_do: Called in the same way outside of :func:`capture`; None: the original is called.
     """
     original = getattr(owner, name)
     if hasattr(original, "celery_safe"):
@@ -175,8 +153,6 @@ def _switch(
     def switched(*args: Any, **kwargs: Any) -> Any:
         if (captured := CAPTURED.get()) is not None:
             return while_capturing(captured, original, *args, **kwargs)
-        if else_do is not None:
-            return else_do(captured, original, *args, **kwargs)
         return original(*args, **kwargs)
 
     switched.celery_safe = True  # type: ignore[attr-defined]
@@ -189,7 +165,7 @@ def _put_off_chord_call(
     captured.chord_calls.append(ChordCall(app, method, args, kwargs))
 
 
-def _subscribe_and_wait(consumer: Any, _: Any, original: Any, result: Any, **kwargs: Any) -> Any:
+def _subscribe_and_wait(consumer: Any, original: Any, result: Any, **kwargs: Any) -> Any:
     """Subscribe to a result that is waited for, because its send may not have subscribed to it."""
     for task_id in _unknown_ids(result):
         consumer.consume_from(task_id)
@@ -230,9 +206,6 @@ class _StandIn:
     def publish(self, body: Any, **options: Any) -> NoReturn:
         raise _PublishIntercepted(body, options)
 
-    def revive(self, channel: Any) -> None:
-        """Do nothing: there is no connection to revive."""
-
 
 def _keep(
     app: Celery, captured: Captured, send: Any, producer: Any, name: str, message: Any, **more: Any
@@ -246,9 +219,10 @@ def _keep(
         content_type, encoding, data = serialize(name, kept.body, serializer)
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
-        event = message[3] and {**message[3], "queue": _queue_name(app, **more)}
+        declared = publishing["declare"] or (None,)
+        event = message[3] and {**message[3], "queue": getattr(declared[0], "name", None)}
         # The caller may still change these headers, like the arguments.
-        headers = publishing["headers"] = {
+        publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)
             for name, value in publishing["headers"].items()
         }
@@ -264,18 +238,8 @@ def _keep(
                 eta=about.get("eta"),
                 expires=about.get("expires"),
                 event=event,
-                result_wanted=not headers.get("ignore_result"),
                 context=context,
             )
         )
         # Messages that receivers send during the publication are not captured.
         context.run(CAPTURED.set, None)
-
-
-def _queue_name(app: Celery, queue: Any = None, exchange: Any = None, **options: Any) -> str | None:
-    """Return the queue that Celery's event names (celery/app/amqp.py)."""
-    if queue is None and exchange is None:
-        amqp: Any = app.amqp
-        queue = amqp.default_queue
-    name: str | None = getattr(queue, "name", queue)
-    return name

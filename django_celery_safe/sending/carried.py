@@ -124,7 +124,7 @@ class Run:
         before = self.resent or Captured()  # such as a retry without throw
         captured = Captured([*before.messages], [*before.chord_calls])
         try:
-            result = capture(self.task.app, captured, lambda _: send())
+            result = capture(self.task.app, captured, lambda **_: send())
         except Ignore:
             self._is_replaced, self.resent = True, captured
             raise

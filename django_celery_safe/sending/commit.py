@@ -1,22 +1,39 @@
-"""Holding messages back until a transaction commits, and publishing them then."""
+"""
+Holding messages back until a transaction commits, and publishing them then.
+
+With ``task_always_eager`` there are no messages: a call checks and copies its arguments as it would
+for a message, and the task runs in this process at the commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from traceback import format_exc
 from typing import Any, cast
 
 from celery import Celery
-from celery.canvas import Signature
+from celery.canvas import Signature, _chain
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.result import EagerResult, GroupResult
+from celery.states import FAILURE, PENDING
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from kombu.serialization import loads
+from kombu.utils.uuid import uuid
 
 from .. import conf
 from ..exceptions import ConfigurationError, WrongTransaction
+from ..foreign_errors import describe_error
+from ..texts import get_logger
 from ..transactions import Attempts, aliases_in_atomic, in_atomic
+from .arguments import serialize
 from .capture import Captured, capture
-from .eager import run_on_commit
+from .deduplicate import Call
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .sender import OutboxSender, Sender
-from .unsent import as_sent_result, refuse_get
+from .typed import allow_get, as_sent_result, refuse_get
+
+logger = get_logger(__name__)
 
 
 def send_on_commit(
@@ -65,7 +82,7 @@ def send_on_commit(
         return as_sent_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
         return as_sent_result(run_on_commit(signature, using, options))
-    return hold(app, lambda given: signature.apply_async(**given), using, options, outbox=outbox)
+    return hold(app, signature.apply_async, using, options, outbox=outbox)
 
 
 def must_wait(using: str | None) -> bool:
@@ -107,7 +124,7 @@ def must_wait(using: str | None) -> bool:
 
 def hold(
     app: Celery,
-    send: Callable[[dict[str, Any]], Any],
+    send: Callable[..., Any],
     using: str | None,
     options: dict[str, Any],
     *,
@@ -131,7 +148,7 @@ def hold(
     options = dict(options)
     _refuse_other_broker(app, options)
     captured = Captured()
-    result = capture(app, captured, send, options)
+    result = capture(app, captured, partial(send, **options))
 
     def leave() -> None:
         if result is not None:
@@ -179,3 +196,91 @@ def _refuse_other_broker(app: Celery, options: dict[str, Any]) -> None:
             f"broker, {theirs}: it goes through the app's broker, {ours}. Leave it out, or send "
             f"the task yourself in transaction.on_commit(), with outbox=False."
         )
+
+
+def run_task_on_commit(send: Callable[[Call], Any], call: Call, using: str | None) -> Any:
+    """Send a task when ``using`` commits, which runs it; see :func:`run_on_commit`."""
+    _check(call)
+    task, args, kwargs, options = call
+    result: Any = EagerResult(options.get("task_id") or uuid(), None, PENDING)
+    result.is_duplicate = None
+    args, kwargs = _freeze(task.name, (args, kwargs))
+    frozen = Call(task, args, kwargs, {**options, "task_id": result.id, "throw": False})
+    return _put_off(task.name, result, partial(send, frozen), using)
+
+
+def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping[str, Any]) -> Any:
+    """
+    Run a canvas, or the signature of a plain task, when ``using`` commits.
+
+    If a task fails, the error is logged and affects neither the commit nor later callbacks.
+
+    Returns:
+        The result, with its final ids. It is pending until the commit fills it in.
+        None: the canvas is a chain without tasks.
+
+    Raises:
+        NotSerializable: A value could not travel in a message.
+        TypeError: The arguments don't fit the task.
+    """
+    if isinstance(signature, _chain) and not signature.tasks:
+        return None  # as apply_async does
+    task = signature.app.tasks.get(str(signature.task))
+    if type(signature) is Signature and task is not None:
+        given = signature.clone(options.get("args"), options.get("kwargs"))
+        _check(Call(task, given.args, given.kwargs, {**given.options, **options}))
+    # The copy shares nothing with the original, not even the members of a group.
+    frozen, given = _freeze(str(signature.task), (signature, dict(options)))
+    result = _pending(frozen.freeze(given.pop("task_id", None)))
+    # With `throw`, or task_eager_propagates, the error of a task would escape
+    # from the commit, and the callbacks after this one would not run.
+    run = partial(frozen.apply_async, **{**given, "throw": False})
+    return _put_off(str(signature.task), result, run, using)
+
+
+def _check(call: Call) -> None:
+    """Check a task's arguments as they would be checked for a message."""
+    task, args, kwargs, options = call
+    serializer = options.get("serializer") or task.serializer
+    args, kwargs = args or (), kwargs or {}
+    dump = getattr(task, "_dump_pydantic_arguments", None)  # since Celery 5.7
+    if dump is not None and serializer != "pickle":
+        args, kwargs = dump(args, kwargs)
+    serialize(task.name, (args, kwargs), serializer)
+    if task.typing:
+        task.__header__(*args, **kwargs)
+
+
+def _freeze(task: str, values: tuple[Any, ...]) -> Any:
+    content_type, encoding, data = serialize(task, (values, {}), "pickle")
+    return loads(data, content_type, encoding, accept={content_type})[0]
+
+
+def _put_off(task: str, result: Any, run: Callable[[], Any], using: str | None) -> Any:
+    """Let the commit of ``using`` run a task; return its result."""
+    refuse_get(result, using)
+    transaction.on_commit(partial(_fill_in, task, result, run), using=using)
+    return result
+
+
+def _fill_in(task: str, result: Any, run: Callable[[], Any]) -> None:
+    """Run a task, and make its pending result the result of the run."""
+    allow_get(result)
+    try:
+        found = run()
+    except SoftTimeLimitExceeded:
+        raise  # the limit belongs to the task that commits
+    except Exception as error:
+        text = "Task %s[%s] failed when it ran eagerly at the commit: %s"
+        logger.error(text, task, result.id, describe_error(error), exc_info=error)
+        if isinstance(result, EagerResult):
+            found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
+            result.__dict__.update(found.__dict__)
+    else:
+        result.__dict__.update(found.__dict__)
+
+
+def _pending(result: Any) -> Any:
+    if isinstance(result, GroupResult):
+        return GroupResult(result.id, [_pending(part) for part in result], result.parent)
+    return EagerResult(result.id, None, PENDING)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from celery._state import get_current_task
 from celery.result import EagerResult
@@ -33,12 +33,8 @@ from ..leases.holder import describe_arguments
 from ..locks import HeldLock
 from .arguments import show, show_plain
 from .capture import CAPTURED
-from .eager import is_waiting
 from .serialization import find_headers
-from .unsent import as_sent_result
-
-if TYPE_CHECKING:
-    from .typed import SentResult
+from .typed import SentResult, as_sent_result
 
 T = TypeVar("T")
 
@@ -52,17 +48,20 @@ _CANVAS = (*SIGNATURES, "group_id", "parent_id", "root_id")
 _SHOWN = ("argsrepr", "kwargsrepr")
 
 
+class Call(NamedTuple):
+    """What is sent: a task with arguments, and the options of ``apply_async``."""
+
+    task: Any
+    args: Any
+    kwargs: Any
+    options: dict[str, Any]
+
+
 def lock_fields(
-    task: Any,
-    guarded: Guarded | None,
-    asked: Any,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    carried: Header,
-    is_resent: bool,
+    call: Call, guarded: Guarded | None, asked: Any, carried: Header, is_resent: bool
 ) -> Header:
     """Return the header fields for a message's locks."""
+    task, args, kwargs, options = call
     guarded = guarded or Guarded(task.run, DEFAULTS, False)
     if asked is not None:
         guarded = guarded._replace(options=options_of_call(guarded.options, asked))
@@ -71,7 +70,7 @@ def lock_fields(
     key = carried.get("key")
     is_same = asked == carried.get("options") and kwargs is not None
     if key is None or not is_same or not is_as_sent(task.request, args or (), kwargs):
-        key = _key(task, guarded, args, kwargs, options)
+        key = _key(call, guarded)
     header = Header(task=task.name, key=key)
     if not isinstance(own.lock, conf.Unset):
         header["lock"] = own.lock
@@ -94,8 +93,9 @@ def lock_fields(
     return header
 
 
-def _key(task: Any, guarded: Guarded, args: Any, kwargs: Any, options: dict[str, Any]) -> str:
+def _key(call: Call, guarded: Guarded) -> str:
     """Return the key of a call that is sent."""
+    task, args, kwargs, options = call
     serializer = options.get("serializer") or task.serializer
     # The attribute exists since Celery 5.7, and is None for most tasks.
     has_models = getattr(task, "_dump_pydantic_arguments", True) is not None
@@ -106,40 +106,35 @@ def _key(task: Any, guarded: Guarded, args: Any, kwargs: Any, options: dict[str,
 
 
 def send_once(
-    task: Any,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    header: Header,
-    send: Callable[[dict[str, Any]], SentResult[T]],
-    *,
-    again: bool = False,
+    call: Call, send: Callable[[Call], SentResult[T]], *, again: bool = False
 ) -> SentResult[T]:
     """
     Send the task now, or run it eagerly, unless it is a duplicate.
 
     Args:
-        send: Sends the task with the options that it gets; if that waits for a commit, only the
-            commit finds out whether it is a duplicate.
+        send: Sends the call that it gets; if that waits for a commit, only the commit finds out
+            whether it is a duplicate.
         again: Whether the running task re-sends its own message.
     """
+    task, args, kwargs, options = call
     if not before_task_publish.receivers:  # one may redact what the message shows
         # The lock shows it too, and Celery would make the same texts in more than its time.
         options = {**show_plain(args or (), kwargs), **options}
-    # Inside a send that waits, an eager run finds out at the commit.
-    if CAPTURED.get() is not None or (is_waiting() and task.app.conf.task_always_eager):
-        result = send(options)
+        call = call._replace(options=options)
+    if CAPTURED.get() is not None:  # the commit finds out
+        result = send(call)
         result.is_duplicate = None
         return result
-    headers = _headers_to_be(task, args, kwargs, options, header)
+    headers = _headers_to_be(call)
     sent: list[SentResult[T]] = []
 
     def publish() -> None:
         given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-        sent.append(send({**options, "task_id": headers["id"], "headers": given}))
+        changed = {"task_id": headers["id"], "headers": given}
+        sent.append(send(call._replace(options={**options, **changed})))
 
     runs = partial(getattr, task.app.conf, "task_always_eager")
-    held = publish_once(headers, publish, again=again, header=header, runs=runs)
+    held = publish_once(headers, publish, again=again, runs=runs)
     result = sent[0] if sent else _make_result(task, headers["id"], options)
     settle(result, headers, held)
     if again:
@@ -164,30 +159,25 @@ def _make_result(task: Any, task_id: str, options: dict[str, Any]) -> Any:
     if task.app.conf.task_always_eager:
         return as_sent_result(EagerResult(task_id, None, PENDING))
     result = as_sent_result(task.AsyncResult(task_id))
-    ignores = options.get("ignore_result")
-    result.ignored = task.ignore_result if ignores is None else ignores
-    parent = get_current_task()
-    if parent is not None and options.get("add_to_parent", True):
-        parent.add_trail(result)
+    result.ignored = options.get("ignore_result", task.ignore_result)
     return result
 
 
-def _headers_to_be(
-    task: Any, args: Any, kwargs: Any, options: dict[str, Any], header: Header
-) -> dict[str, Any]:
+def _headers_to_be(call: Call) -> dict[str, Any]:
     """Return those headers of a message to be built that the lock of its send needs."""
+    task, args, kwargs, options = call
     delay = options.get("countdown") or options.get("eta")  # as Celery does
     moments = {"eta": delay, "expires": options.get("expires", task.expires)}
     for name, moment in moments.items():
         if isinstance(moment, datetime):
             moments[name] = maybe_make_aware(moment, task.app.timezone)
-    headers = {"task": task.name, "id": options.get("task_id") or uuid(), HEADER: header}
+    headers = {"task": task.name, "id": options.get("task_id") or uuid()}
+    headers[HEADER] = options["headers"][HEADER]
     given = {name: options[name] for name in _SHOWN if options.get(name)}
     # A receiver may redact what the message shows.
     if len(given) < len(_SHOWN) and not before_task_publish.receivers:
         given = show(args or (), kwargs or {}) | given
-    headers |= given
-    return headers | moments
+    return headers | moments | given
 
 
 def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
@@ -211,7 +201,6 @@ def publish_once(
     publish: Callable[[], object],
     *,
     again: bool = False,
-    header: Header | None = None,
     runs: Callable[[], bool] = lambda: False,
 ) -> HeldLock | None:
     """
@@ -224,7 +213,6 @@ def publish_once(
         headers: The headers of the message, which may be changed.
         publish: Publishes the message, with these headers.
         again: Whether this very message may have been published before.
-        header: Our header among them; None: read it.
         runs: Returns whether ``publish`` runs the task, so that its error may be the task's.
 
     Returns:
@@ -236,7 +224,7 @@ def publish_once(
             was released.
     """
     task = headers.get("task")
-    header = read_header(headers, task) if header is None else header
+    header = read_header(headers, task)
     sent = find_lock_of(task, header)
     seconds = 0.0 if sent is None else sent.lease(headers.get("eta"), headers.get("expires"))
     if task is None or sent is None or not seconds:
@@ -267,7 +255,10 @@ def publish_once(
         if published:
             headers[HEADER] = {**header, "duplicate": first}
             publish()
-        _emit_duplicate(headers, held, published)
+        name = held.name.removeprefix("sent:")
+        event = TASK_DUPLICATE_PUBLISHED if published else TASK_DUPLICATE
+        facts = {"task": task, "task_id": headers["id"], "sent_id": first, "published": published}
+        event.emit(publish_once, name=name, **facts)
         return None if published else held
     # The lock has no holder: it was freed a moment ago. Another sender may take it and send the
     # same message once more.
@@ -290,10 +281,3 @@ def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
     result.is_duplicate = held is not None or is_marked
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
-
-
-def _emit_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:
-    name = held.name.removeprefix("sent:")
-    event = TASK_DUPLICATE_PUBLISHED if published else TASK_DUPLICATE
-    facts = {"task": headers["task"], "task_id": headers["id"], "sent_id": held.holder.task_id}
-    event.emit(publish_once, name=name, **facts, published=published)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 from weakref import WeakSet
 
 from celery import Celery, signals
@@ -24,7 +23,6 @@ from kombu.common import maybe_declare
 from kombu.serialization import loads
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
-from ..batches import in_batches
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
 from ..foreign_errors import describe_error, find_interruption
@@ -37,21 +35,17 @@ from .broker import (
     is_out_of_order,
     is_timeout,
     is_unreachable,
+    pooled_producer,
 )
 from .capture import Message
 from .deduplicate import publish_once
 
 logger = get_logger(__name__)
 
-#: Messages that one request publishes.
-TOGETHER: Final = 100
 #: Exchange through which Celery delays messages to a quorum queue (celery/app/base.py), and the
 #: prefix that it adds to the routing key: the delay in seconds, as 28 binary digits.
 DELAYED: Final = "celery_delayed_27"
 DELAY: Final = re.compile(r"(?:[01]\.){28}")
-
-#: Lends a producer; raises BrokerGone if the broker can't be reached.
-Lend: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class Publisher:
@@ -60,10 +54,9 @@ class Publisher:
 
     Args:
         app: The Celery app.
-        lend: Lends the producer for each publication.
-        wait: Longest wait for one answer from the broker, s. A message that fails is tried once
+        seconds: Longest wait for one answer from the broker. A message that fails is tried once
             more at once, because an idle connection may have been cut. None: the message's own
-            retry policy applies.
+            retry policy applies, on a connection of the app's own pool.
         patient: Whether a message is tried a second time even if the broker did not answer, and
             queues of the default exchange are declared again too, with a few more requests.
         has_time: Returns whether there is time for another try.
@@ -72,18 +65,21 @@ class Publisher:
     def __init__(
         self,
         app: Celery,
-        lend: Lend,
+        seconds: float | None = None,
         *,
-        wait: float | None = None,
         patient: bool = False,
         has_time: Callable[[], bool] = lambda: True,
     ) -> None:
         self.app = app
-        self._lend = lend
-        # With other backends, a caller that waits for a result subscribes to it.
-        self._replies = isinstance(app.backend, RPCBackend)
+        #: Lends a producer; raises BrokerGone if the broker can't be reached.
+        self._lend = partial(pooled_producer, app)
+        # With other backends, a caller that waits for a result subscribes to it; none waits here
+        # for those of a relay.
+        self._replies = isinstance(app.backend, RPCBackend) and not patient
         self._options: dict[str, Any] = {}
-        if wait is not None:
+        if seconds is not None:
+            self._lend = partial(bounded_producer, app, seconds, patient=patient)
+            wait = seconds * ONE_WAIT
             self._options = {"retry": False, "timeout": wait, "confirm_timeout": wait}
         self._patient, self._has_time = patient, has_time
         #: Set once the broker is gone, so that later messages don't wait for it.
@@ -116,7 +112,7 @@ class Publisher:
         """
         if now and self.gone is not None:
             raise self.gone
-        publish: Callable[[], object] = partial(self._publish, message) if now else _leave
+        publish: Callable[[], object] = partial(self._publish, message) if now else lambda: None
         try:
             if takes_lock(message, begun=begun):
                 return publish_once(message.options["headers"], publish, again=again)
@@ -126,17 +122,13 @@ class Publisher:
             self.gone = gone
             raise
 
-    def publish_together(
-        self, messages: Iterable[Message], report: Callable[[Message], object]
-    ) -> None:
+    def publish_together(self, messages: Sequence[Message]) -> bool:
         """
-        Publish messages that take no lock, a hundred in one request, if the transport can.
+        Publish messages that take no lock in one request, if the transport can.
 
-        The caller must publish unreported messages one by one: either the transport can't
-        publish several at once, or a request failed, and the broker may have some of them.
-
-        Args:
-            report: Called with each message that the broker has, in their order.
+        Returns:
+            Whether the broker has all of them. If not, the caller must publish them one by one:
+            the transport can't do it, or the request failed, and the broker may have some.
 
         Raises:
             BrokerGone: The broker takes no message now.
@@ -145,14 +137,12 @@ class Publisher:
         try:
             with self._lend() as producer:
                 if not getattr(producer.connection.transport, "supports_batch_publish", False):
-                    return
+                    return False
                 self._redeclare(producer)
-                for part in in_batches(messages, TOGETHER, lambda message: len(message.data)):
-                    with producer.batch(max_size=len(part)):
-                        for message in part:
-                            put(message, producer, **self._options)
-                    for message in part:
-                        report(message)
+                with producer.batch(max_size=len(messages)):
+                    for message in messages:
+                        put(message, producer, **self._options)
+                return True
         except BrokerGone as gone:
             self.gone = gone
             raise
@@ -160,9 +150,7 @@ class Publisher:
             # kombu's batch wraps every error, even a soft time limit of the running task.
             if (limit := find_interruption(error, outer)) is not None:
                 raise limit from error
-            if is_timeout(error) and not self._patient:
-                self.gone = BrokerGone(error)
-                raise self.gone from error
+            return False
 
     def announce(self, message: Message) -> None:
         """
@@ -188,7 +176,7 @@ class Publisher:
     def _publish(self, message: Message, *, is_last: bool = False) -> None:
         try:
             with self._lend() as producer:
-                if self._replies and message.result_wanted:
+                if self._replies and not message.options["headers"].get("ignore_result"):
                     # The broker delivers results only to a queue that exists.
                     backend: Any = self.app.backend
                     maybe_declare(backend.binding(producer.channel))
@@ -216,13 +204,6 @@ class Publisher:
         if producer.connection not in self._redeclaring:
             self._redeclaring.add(producer.connection)
             producer.connection.declared_entities.clear()
-
-
-def bounded_publisher(app: Celery, seconds: float, **options: Any) -> Publisher:
-    """Return a publisher of outbox messages that waits at most ``seconds`` for one answer."""
-    patient = options.get("patient", False)
-    lend = partial(bounded_producer, app, seconds, patient=patient)
-    return Publisher(app, lend, wait=seconds * ONE_WAIT, **options)
 
 
 def takes_lock(message: Message, *, begun: bool = False) -> bool:
@@ -255,12 +236,8 @@ def put(message: Message, producer: Any, **options: Any) -> None:
     if _is_delayed(given) and (left := seconds_until(message.eta)) is not None:
         key = DELAY.sub("", given["routing_key"], count=1)
         given["routing_key"] = calculate_routing_key(max(1, math.ceil(left)), key)
-    producer.publish(
-        message.data,
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **given,
-    )
+    content = {"content_type": message.content_type, "content_encoding": message.content_encoding}
+    producer.publish(message.data, **content, **given)
 
 
 def _is_delayed(options: dict[str, Any]) -> bool:
@@ -269,21 +246,11 @@ def _is_delayed(options: dict[str, Any]) -> bool:
     return exchange == DELAYED and DELAY.match(options["routing_key"] or "") is not None
 
 
-def _leave() -> None:
-    """Leave a message in its row."""
-
-
 def _send_after_publish(message: Message) -> None:
-    body = loads(
-        message.data, message.content_type, message.content_encoding, accept={message.content_type}
-    )
-    signals.after_task_publish.send(
-        sender=message.task,
-        body=body,
-        headers=message.options["headers"],
-        exchange=message.options["exchange"],
-        routing_key=message.options["routing_key"],
-    )
+    content_type = message.content_type
+    body = loads(message.data, content_type, message.content_encoding, accept={content_type})
+    facts = {name: message.options[name] for name in ("headers", "exchange", "routing_key")}
+    signals.after_task_publish.send(sender=message.task, body=body, **facts)
 
 
 def _publish_event(

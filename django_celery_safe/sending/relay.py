@@ -52,7 +52,7 @@ from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
 from .message_table import NOT_REACHED, Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
-from .publisher import Publisher, bounded_publisher
+from .publisher import Publisher
 from .serialization import ForAnotherRelay, to_message
 
 if TYPE_CHECKING:
@@ -297,13 +297,11 @@ class Relay:
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
         if time.monotonic() > stop_at:
             return  # another relay may claim these rows soon
-        publisher = self._publishers[app] = bounded_publisher(app, LONGEST_WAIT, patient=True)
+        publisher = self._publishers[app] = Publisher(app, LONGEST_WAIT, patient=True)
         free = [one for one in claimed if not one.needs]
-        if len(free) > 1:
-            waiting = iter(free)
-            publisher.publish_together(
-                [one.message for one in free], lambda _: self._record_sent(next(waiting))
-            )
+        if len(free) > 1 and publisher.publish_together([one.message for one in free]):
+            for one in free:
+                self._record_sent(one)
         unavailable: dict[str, str] = {}
         for one in claimed:
             if self._next.get(one.row.pk) != NOT_REACHED:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Self
 
 from celery import Celery
@@ -29,13 +28,13 @@ from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
 from ..transactions import is_in_testcase
-from .broker import BrokerGone, is_backend_gone, pooled_producer, register_all
+from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Captured, Message
 from .deduplicate import settle
 from .message_table import NOT_REACHED, Next, message_table
 from .outbox import resend_delay, time_to_wait
-from .publisher import Publisher, bounded_publisher, takes_lock
-from .unsent import allow_get
+from .publisher import Publisher, takes_lock
+from .typed import allow_get
 
 logger = get_logger(__name__)
 
@@ -57,7 +56,6 @@ class Send:
         ids: The keys of the rows, in the order of the messages; empty: there are none.
         chord: The chord that is to be registered first, as the rows name it; "": none.
         goes_on: As for ``outbox.keep``.
-        fault: Why the chord could not be registered, so that none of its messages is sent.
     """
 
     sender: Sender
@@ -66,7 +64,6 @@ class Send:
     ids: Sequence[int] = ()
     chord: str = ""
     goes_on: bool = False
-    fault: Exception | None = None
 
     def __call__(self) -> None:
         """
@@ -97,7 +94,9 @@ class Sender:
         self._kept: dict[int, tuple[Send, Message]] = {}
         self._limit: SoftTimeLimitExceeded | None = None
         self._publishers: dict[Celery, Publisher] = {}
-        self._faults: dict[Celery, Exception] = {}
+        #: Why the chord of a call could not be registered, so that none of its messages is sent; or
+        #: no chord of an app, whose result backend is gone and not waited for again.
+        self._faults: dict[Send | Celery, Exception] = {}
 
     @classmethod
     def join(cls, using: str | None) -> Self:
@@ -163,20 +162,17 @@ class Sender:
         return publisher.publish(message, again=send.goes_on, begun=is_retry, now=now)
 
     def _make_publisher(self, app: Celery) -> Publisher:
-        return Publisher(app, partial(pooled_producer, app))
+        return Publisher(app)
 
     def _register_chord(self, send: Send) -> None:
         """Register the chord of a call at its result backend, before its first message."""
         app = send.captured.chord_calls[0].app
-        # A backend that is gone is not waited for again.
-        if (fault := send.fault or self._faults.get(app)) is not None:
+        if (fault := self._faults.get(send) or self._faults.get(app)) is not None:
             raise fault
         try:
             self._register(send)
         except Exception as error:
-            send.fault = error
-            if is_backend_gone(app, error):
-                self._faults[app] = error
+            self._faults[app if is_backend_gone(app, error) else send] = error
             raise
         send.captured.chord_calls = []
 
@@ -224,19 +220,18 @@ class OutboxSender(Sender):
         self.token = os.urandom(16).hex()
         self._timeout = float(conf.get("OUTBOX_SEND_TIMEOUT"))
         self.held = self._timeout + GRACE
-        self._has_begun = False
         #: A send that starts before this time ends before a relay takes its rows, even if its
         #: last publication takes as long as all others together.
         self._ours_until = time.monotonic() + max(0.0, GRACE - self._timeout)
+        #: When the sends of the commit have had their time; 0: they have not begun.
         self._give_up_at = 0.0
         #: The errors that were reported for a message of the commit.
         self._reported: set[str] = set()
 
     def send(self, send: Send) -> None:
         """Send all messages of the transaction, at the first call."""
-        if self._has_begun:
+        if self._give_up_at:
             return
-        self._has_begun = True
         self._give_up_at = time.monotonic() + self._timeout
         try:
             ours = self._find()
@@ -284,7 +279,7 @@ class OutboxSender(Sender):
         return super()._publish(send, message, now=now)
 
     def _make_publisher(self, app: Celery) -> Publisher:
-        return bounded_publisher(app, self._timeout, has_time=self._has_time)
+        return Publisher(app, self._timeout, has_time=self._has_time)
 
     def _has_time(self) -> bool:
         return time.monotonic() < self._give_up_at

@@ -2,9 +2,8 @@
 Converting messages into outbox rows and back, without any change to the message.
 
 Only the body can be a pickle, if the task's serializer is. All other parts of a message are
-JSON, in kombu's dialect, which supports dates, UUIDs, Decimals and bytes. A queue that the
-app knows is stored by name, and the relay declares it as its own app configures it; any other
-queue is stored in full.
+JSON, in kombu's dialect, which supports dates, UUIDs, Decimals and bytes. Queues are stored by
+name, and the relay declares them as its own app configures them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from celery import Celery, _state, current_app
 from celery.canvas import maybe_signature
 from celery.result import result_from_tuple
-from kombu import Exchange, Queue, binding
 from kombu.utils.json import dumps, loads
 
 from ..exceptions import NotSerializable
@@ -27,6 +25,9 @@ if TYPE_CHECKING:
 
 #: The length of the columns for names and ids, in characters.
 LONGEST_NAME: Final = 255
+
+#: The attributes of a message that its row keeps as JSON.
+KEPT: Final = ("content_type", "content_encoding", "options", "eta", "expires", "event")
 
 
 class ForAnotherRelay(Exception):
@@ -62,34 +63,28 @@ def to_row(
         chord: The id that the messages of that chord share.
 
     Raises:
-        NotSerializable: A header or option is not plain data, or a name or id does not fit.
+        NotSerializable: A header or option is not plain data, a name or id does not fit, or the
+            app does not know the queue.
     """
-    data = message.data
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
-        if len(name) > LONGEST_NAME or not is_storable(name):
-            hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
+        if len(name) > LONGEST_NAME or "\0" in name:
+            hint = f"A table keeps {LONGEST_NAME} characters of it, without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
-    if isinstance(options["exchange"], Exchange):
-        options["exchange"] = options["exchange"].as_dict()
-    options["declare"] = [_pack_entity(message.app, one) for one in options["declare"] or ()]
-    if isinstance(options.get("reply_to"), Queue):
-        options["reply_to"] = options["reply_to"].name
-    properties: dict[str, Any] = {
-        "app": message.app.main,
-        "content_type": message.content_type,
-        "content_encoding": message.content_encoding,
-        "options": options,
-    }
-    for name in ("eta", "expires", "event"):
-        if (value := getattr(message, name)) is not None:
-            properties[name] = value
+    options["declare"] = [_name_queue(message, queue) for queue in options["declare"] or ()]
+    for name in ("exchange", "reply_to"):  # Celery takes an Exchange or a Queue too
+        options[name] = getattr(options.get(name), "name", options.get(name))
+    kept = {name: getattr(message, name) for name in KEPT}
+    properties = {**kept, "options": options, "app": message.app.main}
     try:
-        text = dumps(properties)
+        text = dumps(
+            {name: properties[name] for name in properties if properties[name] is not None}
+        )
         calls = dumps([_pack_call(call) for call in chord_calls]) if chord_calls else ""
     except (TypeError, ValueError) as error:
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
+    data = message.data
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
     return MessageColumns(message.task, message.task_id, text, body, chord, calls, message.attempt)
 
@@ -104,28 +99,19 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
     """
     try:
         properties = loads(row.properties)
-        app = get_app(properties["app"])
+        app = get_app(properties.get("app"))
         options = properties["options"]
-        options["exchange"] = _unpack_exchange(options["exchange"])
-        options["declare"] = [_unpack_entity(app, one) for one in options["declare"]]
+        options["headers"] = dict(options["headers"])  # what else is wrong shows at the publication
+        amqp: Any = app.amqp
+        options["declare"] = [amqp.queues[name] for name in options["declare"]]
         message = Message(
             app=app,
             task=row.task,
             task_id=row.task_id,
             data=bytes(row.body),
-            content_type=properties["content_type"],
-            content_encoding=properties["content_encoding"],
-            options=options,
-            eta=properties.get("eta"),
-            expires=properties.get("expires"),
-            event=properties.get("event"),
-            result_wanted=False,
             attempt=row.attempt,
+            **{name: properties.get(name) for name in KEPT},
         )
-        texts = options["routing_key"], message.eta, message.expires
-        are_texts = all(text is None or isinstance(text, str) for text in texts)
-        if not (isinstance(options["headers"], dict) and are_texts):
-            raise TypeError
         packed = loads(row.chord_calls) if row.chord_calls else ()
         calls = [_unpack_call(app, *call) for call in packed]
     except ForAnotherRelay:
@@ -172,51 +158,15 @@ def get_app(name: str | None) -> Celery:
     )
 
 
-def is_storable(text: str) -> bool:
-    """Return whether a text column can store a text: it is valid Unicode without NUL."""
-    try:
-        return b"\0" not in text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-
-
-def _unpack_exchange(packed: Any) -> Any:
-    return Exchange(**packed) if isinstance(packed, dict) else packed
-
-
-def _pack_entity(app: Celery, entity: Any) -> Any:
-    """Return a queue's name if the app knows this very queue, otherwise a full description."""
-    if isinstance(entity, Exchange):
-        return {"exchange": entity.as_dict()}
-    amqp: Any = app.amqp
+def _name_queue(message: Message, queue: Any) -> str:
+    """Return the name of a queue, by which a relay finds the same one."""
+    amqp: Any = message.app.amqp
     # amqp.queues itself would add a queue that is missing.
-    known: Any = dict.get(amqp.queues, entity.name)
-    if known is entity:
-        return entity.name
-    packed = _pack_queue(entity)
-    # Kombu's own comparison ignores many attributes.
-    return entity.name if known is not None and _pack_queue(known) == packed else {"queue": packed}
-
-
-def _pack_queue(queue: Queue) -> dict[str, Any]:
-    packed: dict[str, Any] = queue.as_dict(recurse=True)
-    packed["bindings"] = sorted(packed["bindings"], key=repr)  # kombu has them in a set
-    return packed
-
-
-def _unpack_entity(app: Celery, packed: Any) -> Any:
-    if isinstance(packed, str):
-        amqp: Any = app.amqp
-        return amqp.queues[packed]
-    if "exchange" in packed:
-        return Exchange(**packed["exchange"])
-    attributes = packed["queue"]
-    attributes["exchange"] = _unpack_exchange(attributes["exchange"])
-    attributes["bindings"] = [
-        binding(**{**bound, "exchange": _unpack_exchange(bound["exchange"])})
-        for bound in attributes["bindings"]
-    ]
-    return Queue(**attributes)
+    known = dict.get(amqp.queues, queue.name)
+    if known is queue or known == queue:
+        return str(queue.name)
+    hint = "The outbox keeps only the name of a queue: add this one to task_queues."
+    raise NotSerializable(message.task, "the queue", repr(queue), hint)
 
 
 def _pack_call(call: ChordCall) -> tuple[str, list[Any], dict[str, Any]]:

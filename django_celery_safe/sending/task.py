@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
+from celery.canvas import Signature
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from django.apps import apps
 from kombu.exceptions import EncodeError
@@ -22,22 +23,14 @@ from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic
 from ..usage import calling_line
-from .arguments import check_arguments, explain
+from .arguments import check_arguments, explain, refuse_misspelt
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
-from .commit import hold, must_wait
-from .deduplicate import SIGNATURES, lock_fields, pass_on, run_with_lock, send_once
-from .eager import is_put_off, put_off, run_sent
-from .option_names import CALL_OPTIONS, refuse_misspelt
+from .commit import hold, must_wait, run_task_on_commit
+from .deduplicate import SIGNATURES, Call, lock_fields, pass_on, run_with_lock, send_once
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
-from .typed import DjangoTask, P, R, Task
-from .unsent import as_sent_result
-
-if TYPE_CHECKING:
-    from celery.canvas import Signature
-
-    from .typed import SentResult
+from .typed import DjangoTask, P, R, SentResult, Task, as_sent_result
 
 logger = get_logger(__name__)
 
@@ -136,25 +129,12 @@ class SafeTaskMixin(Task[P, R]):
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
-            options, header = self._with_header(args, kwargs, options, Header())
+            call, header = self._with_header(Call(self, args, kwargs, options), Header())
+            options = call.options
             header.pop("sent", None)  # nothing was sent
-        if is_put_off(options):
-            return put_off(self.name, self._apply_once, args, kwargs, options)
-        return self._apply(args, kwargs, *more, **options)
-
-    def _apply(self, args: Any, kwargs: Any, *more: Any, **options: Any) -> Any:
-        """Run the task in this process, with the lock of its send if that has taken it."""
         run = partial(super().apply, args, kwargs, *more, **options)
         header = read_header(options.get("headers"), self.name)
         return run_with_lock(self, header, run)
-
-    def _apply_once(self, args: Any, kwargs: Any, **options: Any) -> Any:
-        """Run a task whose commit has come, unless its send is a duplicate."""
-        header = read_header(options.get("headers"), self.name)
-        if "sent" not in header:
-            return self._apply(args, kwargs, **options)
-        run = partial(self._apply, args, kwargs)
-        return send_once(self, args, kwargs, options, header, lambda o: as_sent_result(run(**o)))
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
@@ -169,23 +149,24 @@ class SafeTaskMixin(Task[P, R]):
         call: True waits for the commit, False sends now, whatever the task and settings say.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
-        if not CALL_OPTIONS.issuperset(options):
-            refuse_misspelt(self.name, options)
+        for name in options:
+            refuse_misspelt(name)
         if options.get("task_id") is not None:
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
         ours = {name: options.pop(name) for name in _OURS if name in options}
+        call = Call(self, args, kwargs, options)
         resent = find_resent(options.get("task_id"))
         waits = CAPTURED.get() is not None
         # A captured message waits for its commit; a message that is re-sent must not wait.
         if resent is not None or waits:
-            return self._send(args, kwargs, options, resent, waits=waits)
+            return self._send(call, resent, waits=waits)
         outbox, wanted, warns = conf.get_each("OUTBOX", "SEND_ON_COMMIT", "WARN_IN_ATOMIC")
         if self._waits_for_commit(ours, outbox, wanted):
-            return self._send_on_commit(args, kwargs, options, ours)
+            return self._send_on_commit(call, ours)
         if warns and ours.get("send_on_commit") is not False and (opened := aliases_in_atomic()):
             place = calling_line()
             SENT_IN_ATOMIC.emit(SafeTaskMixin, task=self.name, using=opened[0], place=place)
-        return self._send(args, kwargs, options, None, waits=False)
+        return self._send(call, waits=False)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """
@@ -226,7 +207,7 @@ class SafeTaskMixin(Task[P, R]):
         outbox = outbox if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
-        if not (asked is None or isinstance(asked, bool)):
+        if asked is not None and not isinstance(asked, bool):
             conf.switch(asked, "send_on_commit")
         if asked is False:
             if carried or ours.get("outbox") or ours.get("using"):
@@ -241,29 +222,26 @@ class SafeTaskMixin(Task[P, R]):
             return True
         return bool(wanted if self.send_on_commit is None else self.send_on_commit)
 
-    def _send_on_commit(
-        self, args: Any, kwargs: Any, options: dict[str, Any], ours: dict[str, Any]
-    ) -> SentResult[R]:
+    def _send_on_commit(self, call: Call, ours: dict[str, Any]) -> SentResult[R]:
         using, outbox = ours.get("using"), ours.get("outbox")
         if not isinstance(outbox, bool):
             outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
         eager = self.app.conf.task_always_eager
+        result: SentResult[R]
         if not must_wait(using) and (eager or not outbox):
-            return self._send(args, kwargs, options, None)
-        send = partial(self._send, args, kwargs, resent=None)
-        if eager:
-            return run_sent(partial(send, options), using)
-        result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
+            result = self._send(call)
+        elif eager:
+            result = run_task_on_commit(self._send, call, using)
+        else:
+
+            def send(**options: Any) -> SentResult[R]:
+                return self._send(call._replace(options=options))
+
+            result = hold(self.app, send, using, call.options, outbox=outbox)
         return result
 
     def _send(
-        self,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        resent: Resent | None,
-        *,
-        waits: bool = True,
+        self, call: Call, resent: Resent | None = None, *, waits: bool = True
     ) -> SentResult[R]:
         """Send the task, or let ``CAPTURED`` keep its message; ``waits``: a commit may delay it."""
         if apps.ready and "django_celery_safe" not in apps.app_configs:
@@ -272,38 +250,39 @@ class SafeTaskMixin(Task[P, R]):
                 f"INSTALLED_APPS: nothing would free the locks of messages, fail steps or check "
                 f"the settings. Add it, and run manage.py migrate."
             )
+        options = call.options
         try:
-            check_arguments(self.name, args, kwargs, *_signatures_in(options))
+            check_arguments(self.name, call.args, call.kwargs, *_signatures_in(options))
         except NotSerializable as error:
             if waits or (options.get("serializer") or self.serializer) == "json":
                 raise
             logger.warning("%s The message is sent all the same.", error)
         # A worker's main process sends the retry of a killed run like any other message.
-        run = find_run(options.get("task_id")) if resent is not None else None
-        if run is not None and resent is not None and CAPTURED.get() is None:
-            send = partial(self._send, args, kwargs, options, resent, waits=waits)
+        run = None if resent is None else find_run(options.get("task_id"))
+        if resent is not None and run is not None and CAPTURED.get() is None:
+            send = partial(self._send, call, resent, waits=waits)
             return run.keep(send, unchanged=resent.unchanged)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
         if resent is None or not resent.unchanged:
-            options, header = self._with_header(args, kwargs, options, carried, resent is not None)
+            call, header = self._with_header(call, carried, resent is not None)
         if "sent" not in header:
-            return self._publish(args, kwargs, options)
+            return self._publish(call)
         if header["sent"] == carried.get("sent"):
             # Before the publication, because the next run may take the lock right after it.
-            sent = pass_on(header["sent"], options)
+            sent = pass_on(header["sent"], call.options)
             try:
-                return self._publish(args, kwargs, options)
+                return self._publish(call)
             except BaseException:
                 if sent is not None:
                     sent.take_back()
                 raise
-        send, is_resent = partial(self._publish, args, kwargs), resent is not None
-        return send_once(self, args, kwargs, options, header, send, again=is_resent)
+        return send_once(call, self._publish, again=resent is not None)
 
-    def _publish(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
+    def _publish(self, call: Call) -> SentResult[R]:
         """Send as Celery does, and name the argument that can't be serialized."""
+        _, args, kwargs, options = call
         try:
             return as_sent_result(super().apply_async(args, kwargs, **options))
         except EncodeError as error:
@@ -312,18 +291,17 @@ class SafeTaskMixin(Task[P, R]):
             raise explain(self.name, args, kwargs, links, serializer, error) from error
 
     def _with_header(
-        self,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        carried: Header,
-        is_resent: bool = False,
-    ) -> tuple[dict[str, Any], Header]:
-        """Return the options of a send with our header added, and the header itself."""
-        asked = options.get("single_instance", carried.get("options"))
-        options = {name: value for name, value in options.items() if name != "single_instance"}
-        headers = options.get("headers")
-        header = Header()
+        self, call: Call, carried: Header, is_resent: bool = False
+    ) -> tuple[Call, Header]:
+        """
+        Return the call with our header among the headers of its options, and the header itself.
+
+        Args:
+            carried: The header of the running message, if that is re-sent; otherwise empty.
+        """
+        asked = call.options.get("single_instance", carried.get("options"))
+        options = {name: call.options[name] for name in call.options if name != "single_instance"}
+        call, headers, header = call._replace(options=options), options.get("headers"), Header()
         if headers and HEADER in headers:
             # All other fields were copied from another message, or are set below.
             header = read_given_fields(headers, self.name)
@@ -331,10 +309,10 @@ class SafeTaskMixin(Task[P, R]):
         guarded = find_guarded(self)
         # Without unique_until, the key is made when the task runs.
         if asked is not None or (guarded and guarded.options.unique_until is not None):
-            header |= lock_fields(self, guarded, asked, args, kwargs, options, carried, is_resent)
+            header |= lock_fields(call, guarded, asked, carried, is_resent)
         if header:
             options["headers"] = {**(options.get("headers") or {}), HEADER: header}
-        return options, header
+        return call, header
 
 
 def _signatures_in(options: dict[str, Any]) -> list[Any]:

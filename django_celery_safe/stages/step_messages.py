@@ -34,7 +34,7 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
         transaction.on_commit(lambda: _run_all(app, steps), using=store.alias)
         return
 
-    def send_all(given: dict[str, Any]) -> None:
+    def send_all(**_: Any) -> None:
         for step in steps:
             args, kwargs, options = _message(app, step)
             # A signature also sends a task that only other workers know.
