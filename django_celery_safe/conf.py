@@ -1,7 +1,7 @@
 """
 The app's settings: ``DJANGO_CELERY_SAFE = {...}`` in the project's settings.
 
-They are read, and validated, when they are used, so ``override_settings`` works, and never
+They are read, and validated, at their first use, anew after ``override_settings``, and never
 written. docs/reference/settings.md explains each one. Options of decorators and calls are
 validated here too; each validator gets a value and its name, and raises ConfigurationError.
 """
@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from django.conf import settings
-from django.utils.functional import empty
+from django.core.signals import setting_changed
 
 from .exceptions import ConfigurationError
 
@@ -202,47 +203,27 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
 #: The default of each setting.
 DEFAULTS: Final = {name: default for name, (default, _) in SETTINGS.items()}
 
-#: Types of values that can't change in place; and what was checked, by name, with its outcome.
-UNCHANGING: Final = (bool, int, float, str, timedelta, type(None))
-_checked: Final[dict[str, tuple[Any, Any]]] = {}
-
-
-#: The settings of a project without any.
-NOTHING: Final[dict[str, Any]] = {}
-
 
 def given() -> dict[str, Any]:
     """Return the project's settings dict, unchanged."""
-    # Django keeps no outcome for a setting that a project does not have, and each run asks.
-    inner = object.__getattribute__(settings, "_wrapped")  # Django's own way is a call more
-    value = getattr(settings if inner is empty else inner, NAME, NOTHING)
+    value = getattr(settings, NAME, {})
     if not isinstance(value, dict):
         raise ConfigurationError(f"{NAME} is {value!r}; it has to be a dict of settings.")
     return value
 
 
-def get(name: str, project: dict[str, Any] | None = None) -> Any:
-    """
-    Return the setting ``name``, validated: the project's value, or the default.
-
-    Args:
-        project: The project's settings dict; None: it is looked up.
-    """
+@cache
+def get(name: str) -> Any:
+    """Return the setting ``name``, validated: the project's value, or the default."""
     default, check = SETTINGS[name]
-    value = (given() if project is None else project).get(name, default)
-    # Most are read at each send or run. A value that can't change in place is checked once.
-    known, outcome = _checked.get(name, (NOTHING, None))
-    if known is not value:
-        outcome = check(value, name)
-        if isinstance(value, UNCHANGING) or value is default:
-            _checked[name] = value, outcome
-    return outcome
+    return check(given().get(name, default), name)
 
 
-def get_each(*names: str) -> list[Any]:
-    """Return several settings, each as :func:`get` does."""
-    project = given()
-    return [get(name, project) for name in names]
+def _forget(**kwargs: Any) -> None:
+    get.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid=__name__)  # by override_settings
 
 
 def retention(kind: str) -> timedelta | None:

@@ -150,10 +150,9 @@ class CacheLock:
                     f"Release it first, or take it once, in the outermost function that needs it."
                 )
             self._forget()
-        project = conf.given()
         if isinstance(seconds, conf.Unset):
-            seconds = float(conf.get("LOCK_TIMEOUT", project))
-        store = get_store(project)
+            seconds = float(conf.get("LOCK_TIMEOUT"))
+        store = get_store()
         store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
