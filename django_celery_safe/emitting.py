@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from queue import Queue
 from typing import Any, Final
 
@@ -147,37 +147,8 @@ _sending = _Sending()
 EXIT_FLUSH_TIMEOUT: Final = 2.0
 
 
-class _Background:
-    """The events that a thread of their own emits, one after the other."""
-
-    def __init__(self) -> None:
-        self.queue: Queue[Any] = Queue()
-        self.starting, self.is_started = threading.Lock(), False
-
-    def start(self) -> None:
-        """Start the thread, unless it runs already or no thread can be started now."""
-        with self.starting, suppress(RuntimeError):  # as when Python shuts down
-            if not self.is_started:
-                threading.Thread(
-                    target=self.run, name="django_celery_safe events", daemon=True
-                ).start()
-                self.is_started = True
-
-    def run(self) -> None:
-        """Emit what is in the queue, for as long as the process lives."""
-        while True:
-            emit, args = self.queue.get()
-            with suppress(BaseException):
-                emit(*args)
-            del emit, args  # a reference would keep the renewal of a lease running
-            # This thread's connections may be dead by the next event. A connection that can't be
-            # closed must not end the thread, because all later events need it.
-            with suppress(Exception):
-                connections.close_all()
-            self.queue.task_done()
-
-
-_background = _Background()
+#: The events that a thread of their own emits, one after the other.
+_waiting: Queue[Any] = Queue()
 
 
 def emit_in_background(emit: Callable[..., object], *args: Any) -> None:
@@ -187,21 +158,42 @@ def emit_in_background(emit: Callable[..., object], *args: Any) -> None:
     Receivers may be slow, so they run in a separate thread, one event after the other. An
     exiting process waits for them at most ``EXIT_FLUSH_TIMEOUT`` s.
     """
-    _background.queue.put((emit, args))
-    _background.start()
+    _waiting.put((emit, args))
+    with suppress(RuntimeError):  # no thread can be started now: the next event may start it
+        _start_thread()
+
+
+@cache
+def _start_thread() -> None:
+    """Start the thread, unless it runs already."""
+    threading.Thread(target=_emit_waiting, name="django_celery_safe events", daemon=True).start()
+
+
+def _emit_waiting() -> None:
+    while True:
+        emit, args = _waiting.get()
+        with suppress(BaseException):
+            emit(*args)
+        del emit, args  # a reference would keep the renewal of a lease running
+        # This thread's connections may be dead by the next event. A connection that can't be
+        # closed must not end the thread, because all later events need it.
+        with suppress(Exception):
+            connections.close_all()
+        _waiting.task_done()
 
 
 @atexit.register
 def _flush() -> None:
     ends_at = time.monotonic() + EXIT_FLUSH_TIMEOUT
-    while _background.queue.unfinished_tasks and time.monotonic() < ends_at:
+    while _waiting.unfinished_tasks and time.monotonic() < ends_at:
         time.sleep(0.01)
 
 
 def _forget_parent() -> None:
     # The parent's threads do not exist in this process.
-    global _background
-    _background = _Background()
+    global _waiting
+    _waiting = Queue()
+    _start_thread.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
