@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from celery.exceptions import Retry
-from django.core.exceptions import FieldDoesNotExist
 from django.db import OperationalError, connections, router, transaction
 from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
@@ -246,29 +245,15 @@ class _Once:
         event.emit(self._model, model=label, pk=self._pk, flag=self._flag, **fields)
 
 
-def flag_names(model: type[Model]) -> list[str]:
-    """Return the names of the model's fields that can be a flag for :meth:`do_once`."""
-    return [
+def _check_flag(model: type[Model], name: str) -> None:
+    flags = [
         field.name
         for field in model._meta.get_fields()
         if isinstance(field, BooleanField) or (isinstance(field, DateTimeField) and field.null)
     ]
-
-
-def _check_flag(model: type[Model], name: str) -> None:
-    flags = flag_names(model)
-    if name in flags:
-        return
-    try:
-        field: Any = model._meta.get_field(name)
-    except FieldDoesNotExist:
-        problem = "does not exist"
-    else:
-        kind = type(field).__name__
-        null = " without null=True" if isinstance(field, DateTimeField) else ""
-        problem = f"is a {kind}{null}"
-    raise ConfigurationError(
-        f"{model._meta.label}.{name} {problem}, so it can't say whether a thing was done. A flag "
-        f"is a BooleanField, or a DateTimeField with null=True; the model has: "
-        f"{', '.join(flags) or 'none'}.{conf.did_you_mean(name, flags)}"
-    )
+    if name not in flags:
+        raise ConfigurationError(
+            f"{model._meta.label}.{name} can't say whether a thing was done. A flag is a "
+            f"BooleanField, or a DateTimeField with null=True; the model has: "
+            f"{', '.join(flags) or 'none'}.{conf.did_you_mean(name, flags)}"
+        )
