@@ -8,13 +8,18 @@ between processes); the sentence for people is built in ``__str__``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, dataclass_transform
 
 from django.core.exceptions import ImproperlyConfigured
 
 
+@dataclass_transform(eq_default=False)
 class CelerySafeError(Exception):
     """Base of all errors of this package."""
+
+    def __init_subclass__(cls) -> None:
+        # Each error is a dataclass of its values.
+        dataclass(eq=False, repr=False)(cls)
 
     def __post_init__(self) -> None:
         # pickle and Celery make an error again of its args.
@@ -27,12 +32,15 @@ class ConfigurationError(CelerySafeError, ImproperlyConfigured):
     do what it is to do, or a lock or a claim is used in a way that can't work.
     """
 
+    sentence: str
+
 
 class WrongTransaction(CelerySafeError):
     """Something was called inside, or outside, the transaction it needs."""
 
+    sentence: str
 
-@dataclass(eq=False, repr=False)
+
 class LockNotAcquired(CelerySafeError):
     """
     The lock is not ours, because someone else holds it or it was never acquired.
@@ -60,7 +68,6 @@ class LockNotAcquired(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class AlreadyRunning(LockNotAcquired):
     """
     Another run of the task holds its lock.
@@ -83,7 +90,6 @@ class AlreadyRunning(LockNotAcquired):
         )
 
 
-@dataclass(eq=False, repr=False)
 class LockLost(CelerySafeError):
     """
     The lock was ours and is no longer: its lease ended, or it was freed or
@@ -104,7 +110,6 @@ class LockLost(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class LockBackendError(CelerySafeError):
     """
     The store of the locks did not answer, or refused: who holds the lock is not known.
@@ -131,7 +136,6 @@ class LockBackendError(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class NotSerializable(CelerySafeError, TypeError):
     """
     An argument can't travel in a message.
@@ -155,7 +159,6 @@ class NotSerializable(CelerySafeError, TypeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class IdempotencyConflict(CelerySafeError):
     """
     The same key was used before with other arguments.
@@ -176,7 +179,6 @@ class IdempotencyConflict(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class AlreadyClaimed(CelerySafeError):
     """
     Somebody else is doing it now.
@@ -201,7 +203,6 @@ class AlreadyClaimed(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class ClaimLost(CelerySafeError):
     """
     The work was ours and is no longer: its lease ended and someone else has it, or its row is gone.
@@ -221,7 +222,6 @@ class ClaimLost(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class AlreadyStarted(CelerySafeError):
     """
     A run with this key has not ended, so no second one was started.
@@ -242,7 +242,6 @@ class AlreadyStarted(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class InvalidResult(CelerySafeError, ValueError):
     """
     A result can't be stored, or it is a value that a step must not return.
@@ -261,7 +260,6 @@ class InvalidResult(CelerySafeError, ValueError):
         return f"The result of {self.work!r} can't be used: {self.reason}. {self.hint}"
 
 
-@dataclass(eq=False, repr=False)
 class IllegalTransition(CelerySafeError):
     """
     A run of stages is not in a state from which this can be done.
@@ -280,7 +278,6 @@ class IllegalTransition(CelerySafeError):
         return f"Can't {self.action} {self.run}: {self.reason}. Nothing was changed."
 
 
-@dataclass(eq=False, repr=False)
 class TaskPoisoned(CelerySafeError):
     """
     A task is not run again, since so many processes died in it.
