@@ -27,11 +27,12 @@ NO_DATABASE: Final = "unknown"
 #: byte by byte, including trailing spaces.
 OLDEST_MARIADB: Final = (10, 6)
 OLDEST_MYSQL: Final = (8, 0, 17)
-#: MySQL error numbers: deadlock, lock wait timeout, and a row that was changed since the
-#: transaction started (MariaDB, with innodb_snapshot_isolation).
-LOST_RACES: Final = frozenset({1213, 1205, 1020})
-#: Error numbers of a failed NOWAIT: MySQL has its own, MariaDB uses the timeout's.
-TAKEN: Final = frozenset({3572, 1205})
+#: Codes of errors. PostgreSQL: serialization_failure. MySQL: deadlock, lock wait timeout, and a row
+#: that was changed since the transaction started (MariaDB, with innodb_snapshot_isolation).
+LOST_RACES: Final = frozenset({"40001", 1213, 1205, 1020})
+#: Those of a failed NOWAIT. PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED.
+#: MySQL has its own, MariaDB uses the timeout's.
+TAKEN: Final = frozenset({"55P03", 5, 6, 3572, 1205})
 #: Most bytes of one INSERT. MariaDB accepts 16 MB by default, and each byte may be escaped.
 PACKET_BYTES: Final = 4 * 1024 * 1024
 
@@ -82,22 +83,20 @@ def exact_collation(connection: Any) -> str | None:
 
 def is_lost_race(error: BaseException) -> bool:
     """Return whether a database refused a statement because another transaction was faster."""
-    cause: Any = error.__cause__
-    # PostgreSQL: serialization_failure.
-    states = getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)
-    return "40001" in states or _number(cause) in LOST_RACES
+    return not LOST_RACES.isdisjoint(_find_codes(error))
 
 
 def says_taken(error: BaseException) -> bool:
     """Return whether the error means that another transaction has the row locked."""
+    return not TAKEN.isdisjoint(_find_codes(error))
+
+
+def _find_codes(error: BaseException) -> list[Any]:
+    """Return what may be the database's own code of an error."""
     cause: Any = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    # PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED.
-    return (
-        state == "55P03"
-        or getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)
-        or _number(cause) in TAKEN
-    )
+    states = [getattr(cause, name, None) for name in ("sqlstate", "pgcode")]
+    # SQLite's basic code; and MySQL's number.
+    return [*states, getattr(cause, "sqlite_errorcode", 0) & 0xFF, *getattr(cause, "args", ())[:1]]
 
 
 def is_read_only(alias: str) -> bool:
@@ -160,9 +159,3 @@ def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:
     names = ", ".join(f"{one} ({engine})" for one, engine in sorted(found))
     alters = " ".join(f"ALTER TABLE {one} ENGINE=InnoDB;" for one, _ in sorted(found))
     return f"tables there have no transactions: {names}", f"Run in the database: {alters}"
-
-
-def _number(cause: Any) -> object:
-    """Return the number of a MySQL error; None: it has no number."""
-    args = getattr(cause, "args", ())
-    return args[0] if args and isinstance(args[0], int) else None

@@ -7,6 +7,7 @@ as transactions here.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +41,8 @@ TRIES: Final = 20
 #: The prefix of our tables' names.
 OUR_TABLES: Final = "django_celery_safe_"
 #: How statements begin that change nothing but our tables.
-OUR_STATEMENTS: Final = (
-    "SELECT ",
-    *(
-        f"{verb} {quote}{OUR_TABLES}"
-        for verb in ("UPDATE", "DELETE FROM", "INSERT INTO", "INSERT IGNORE INTO")
-        for quote in ('"', "`", "")
-    ),
+OUR_STATEMENTS: Final = re.compile(
+    rf'SELECT |(UPDATE|DELETE FROM|INSERT (IGNORE )?INTO) ["`]?{OUR_TABLES}'
 )
 #: Rows that one statement changes by their keys; every database accepts that many parameters.
 MOST_KEYS: Final = 500
@@ -117,8 +113,7 @@ def reconnect(alias: str) -> None:
 
 def in_testcase_only(alias: str) -> bool:
     """Return whether the only ``atomic()`` blocks open on ``alias`` are TestCase's."""
-    connection = connections[alias]
-    return bool(connection.atomic_blocks) and not in_atomic(alias)
+    return is_in_testcase(alias) and not in_atomic(alias)
 
 
 def is_in_testcase(alias: str) -> bool:
@@ -298,7 +293,7 @@ def _execute_repeatedly(
     """
     connection = context["connection"]
     is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
-    if not (is_ours and sql.startswith(OUR_STATEMENTS)):
+    if not (is_ours and OUR_STATEMENTS.match(sql)):
         return execute(sql, params, many, context)
     session = connection.connection
     for attempt in Attempts(connection.alias, "A statement"):
