@@ -23,10 +23,6 @@ MYSQL: Final = "mysql"
 TESTED: Final = frozenset({"postgresql", "sqlite", MYSQL})
 #: The vendor in a project without a database; there the first query raises an error.
 NO_DATABASE: Final = "unknown"
-#: The oldest releases of MariaDB and MySQL with SKIP LOCKED, and with collations that compare
-#: byte by byte, including trailing spaces.
-OLDEST_MARIADB: Final = (10, 6)
-OLDEST_MYSQL: Final = (8, 0, 17)
 #: Codes of errors. PostgreSQL: serialization_failure. MySQL: deadlock, lock wait timeout, and a row
 #: that was changed since the transaction started (MariaDB, with innodb_snapshot_isolation).
 LOST_RACES: Final = frozenset({"40001", 1213, 1205, 1020})
@@ -137,15 +133,10 @@ def refuse_untested(alias: str, what: str) -> None:
 
 
 def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:
-    """Return why a MySQL or MariaDB can't be used, and advice; None: it can be used."""
-    connection: Any = connections[alias]
+    """Return why tables on MySQL or MariaDB can't be used, and advice; None: they can be used."""
+    connection = connections[alias]
     if connection.vendor != MYSQL:
         return None
-    mariadb = connection.mysql_is_mariadb
-    oldest = OLDEST_MARIADB if mariadb else OLDEST_MYSQL
-    if connection.mysql_version < oldest:
-        name, least = "MariaDB" if mariadb else "MySQL", ".".join(map(str, oldest))
-        return f"it is {name} before {least}, which can't skip locked rows", f"Run {name} {least}."
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = "
