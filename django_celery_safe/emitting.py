@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache, partial
 from queue import Queue
 from typing import Any, Final
@@ -97,15 +98,15 @@ class Event:
                     stacklevel=2,  # the record shows the place where the event was emitted
                 )
         signal = self.signal
-        if signal is not None and signal.receivers and signal not in _sending.signals:
-            _sending.signals.add(signal)
+        if signal is not None and signal.receivers and signal not in (before := _sending.get()):
+            _sending.set(before | {signal})
             try:
                 # Django logs an error with the receiver's name, and raises if a partial has none.
                 with _collecting(failures):
                     outcomes = signal.send_robust(sender=sender, **fields)
                     failures += [error for _, error in outcomes if isinstance(error, Exception)]
             finally:
-                _sending.signals.discard(signal)
+                _sending.set(before)
         for failure in failures:
             if (limit := find_interruption(failure, outer)) is not None:
                 raise limit
@@ -134,14 +135,8 @@ def _collecting(failures: list[Exception]) -> Iterator[None]:
                 traceback.print_exception(error)
 
 
-class _Sending(threading.local):
-    """The signals whose receivers this thread runs now."""
-
-    def __init__(self) -> None:
-        self.signals: set[Signal] = set()
-
-
-_sending = _Sending()
+#: The signals whose receivers run now.
+_sending: ContextVar[frozenset[Signal]] = ContextVar("sending", default=frozenset())
 
 #: Longest time that a process waits for receivers when it exits, s.
 EXIT_FLUSH_TIMEOUT: Final = 2.0

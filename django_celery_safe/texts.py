@@ -10,9 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-#: Types that can't hold text from outside.
-_PLAIN = (int, float, bool, type(None))
-
 
 def duration(seconds: float | None) -> str:
     """Return a duration as lists show it: ``12s``, ``5min``, ``3h``, ``2d``; None: ``-``."""
@@ -40,19 +37,6 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
-class _Escaped:
-    """An argument of a record whose text is shown with escapes."""
-
-    def __init__(self, given: Any, text: str) -> None:
-        self._given, self._text = given, text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __repr__(self) -> str:
-        return repr(self._given)
-
-
 def _escape_arguments(record: logging.LogRecord) -> bool:
     if isinstance(record.args, tuple):
         record.args = tuple(map(_escape, record.args))
@@ -62,10 +46,8 @@ def _escape_arguments(record: logging.LogRecord) -> bool:
 
 
 def _escape(given: Any) -> Any:
-    if isinstance(given, _PLAIN):
-        return given
     try:
         text = str(given)
     except Exception:  # noqa: BLE001 - logging says so when it formats the record
         return given
-    return given if text.isprintable() else _Escaped(given, printable(text))
+    return given if text.isprintable() else printable(text)
