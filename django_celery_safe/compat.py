@@ -63,9 +63,7 @@ def retries_after_death(task: Any) -> bool:
 
 def acknowledges_timeout(task: Any) -> bool:
     """Return whether the message of a task that was killed at its time limit is acknowledged."""
-    if _IS_CELERY_57:
-        return bool(task.acks_on_timeout)
-    return bool(task.acks_on_failure_or_timeout)
+    return bool(task.acks_on_timeout if _IS_CELERY_57 else task.acks_on_failure_or_timeout)
 
 
 def as_exception(exc_info: Any, error: BaseException) -> Any:
