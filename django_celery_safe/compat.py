@@ -24,15 +24,13 @@ def is_django_task(value: object) -> bool:
     return issubclass(type(value), getattr(sys.modules.get("django.tasks"), "Task", ()))
 
 
-def has_models(task: Any, layers: Iterable[Any]) -> bool:
+def has_models(layers: Iterable[Any]) -> bool:
     """
-    Return whether a task has ``pydantic=True``; before Celery 5.7 only a wrapper shows it.
+    Return whether a task has ``pydantic=True``, by the wrapper that each version of Celery has.
 
     Args:
         layers: The functions that the task runs, outermost first.
     """
-    if _IS_CELERY_57:
-        return task._dump_pydantic_arguments is not None
     wrappers = vars(inspect.getmodule(celery.Celery))
     return any(getattr(layer, "__globals__", None) is wrappers for layer in layers)
 
