@@ -7,7 +7,6 @@ Events: an event is a log record and, where somebody would connect to it, a sign
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import os
 import re
@@ -65,10 +64,7 @@ class Event:
 
     def also(self, text: str = "", *, level: int | None = None) -> Event:
         """Return the same event with another text, another level, or both."""
-        other = copy.copy(self)
-        other.text = text or self.text
-        other.level = self.level if level is None else level
-        return other
+        return Event(self.name, level or self.level, text or self.text, more=" ".join(self.fields))
 
     def emit(self, sender: Any, /, *, exc_info: BaseException | None = None, **fields: Any) -> None:
         """
