@@ -9,7 +9,6 @@ validated here too; each validator gets a value and its name, and raises Configu
 from __future__ import annotations
 
 import difflib
-import math
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -40,15 +39,13 @@ UNSET: Final = Unset.UNSET
 NAME: Final = "DJANGO_CELERY_SAFE"
 
 #: Shortest duration, s, where 0 is not valid.
-ABOVE_0: Final = math.ulp(0.0)
+ABOVE_0: Final = sys.float_info.min
 #: Shortest lease, s.
 SHORTEST_LEASE: Final = 0.001
 #: Longest lease, s: a year. Servers overflow at some centuries.
 LONGEST_LEASE: Final = 366 * 24 * 3600.0
 #: Most holders of one lock: each acquisition reads all of them.
 LARGEST_LIMIT: Final = 1000
-#: Longest time for a publication right after a commit, s: half of a relay's lease.
-LONGEST_SEND: Final = 30.0
 #: Longest retention, s: a century, because dates have a maximum.
 LONGEST_RETENTION: Final = 100 * LONGEST_LEASE
 
@@ -80,7 +77,8 @@ class Span(NamedTuple):
 
 LEASE: Final = Span("lease", "at least 1 ms and at most a year", SHORTEST_LEASE, LONGEST_LEASE)
 WAIT: Final = Span("time to wait", "0 to try once, None to wait for ever", 0, sys.float_info.max)
-SEND: Final = Span("time for a publication", "above 0 and at most 30 s", ABOVE_0, LONGEST_SEND)
+# Half of a relay's lease.
+SEND: Final = Span("time for a publication", "above 0 and at most 30 s", ABOVE_0, 30.0)
 RESEND: Final = Span("time to wait for a worker", "above 0", ABOVE_0, LONGEST_LEASE)
 KEEP: Final = Span("retention", "0 to keep nothing, None to keep all", 0, LONGEST_RETENTION)
 TTL: Final = Span("time to stay done", "above 0, or None for ever", ABOVE_0, LONGEST_RETENTION)

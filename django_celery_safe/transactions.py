@@ -77,8 +77,7 @@ def leave_pool(alias: str) -> None:
     if not is_pooled(alias) or connection.in_atomic_block:
         return
     connection.close()
-    options = {**connection.settings_dict["OPTIONS"]}
-    del options["pool"]
+    options = {**connection.settings_dict["OPTIONS"], "pool": None}
     connections[alias] = type(connection)({**connection.settings_dict, "OPTIONS": options}, alias)
 
 
