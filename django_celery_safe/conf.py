@@ -235,17 +235,6 @@ def keeps_sent() -> bool:
     return retention("sent") != timedelta()
 
 
-def misnamed() -> list[str]:
-    """Return project settings that resemble :data:`NAME` and hold settings of this app."""
-    return [
-        name
-        for name in sorted({*dir(settings)} - {NAME})
-        if closest(name, [NAME], 0.7)
-        and isinstance(value := getattr(settings, name), dict)
-        and not DEFAULTS.keys().isdisjoint(value)
-    ]
-
-
 def closest(name: object, known: Iterable[Any], likeness: float = 0.6) -> str | None:
     """Return the known name that is most similar to ``name``; None: no name is similar."""
     names = {str(each).upper(): str(each) for each in known}
