@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import TypeAlias
 
 from celery.exceptions import SoftTimeLimitExceeded, WorkerTerminate
-
-#: The arguments of a context manager's ``__exit__``: an error's type, the error, its traceback.
-ExcInfo: TypeAlias = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
 def describe_error(error: BaseException) -> str:

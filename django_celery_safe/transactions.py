@@ -27,7 +27,7 @@ from django.db.backends.signals import connection_created
 
 from .databases import is_lost_race
 from .exceptions import ConfigurationError
-from .foreign_errors import ExcInfo, describe_error
+from .foreign_errors import describe_error
 
 if TYPE_CHECKING:
     from django.db.models import Model
@@ -190,7 +190,7 @@ class Attempts(AbstractContextManager["Attempts", bool]):
             if not self._is_lost:
                 return
 
-    def __exit__(self, *exc_info: *ExcInfo) -> bool:
+    def __exit__(self, *exc_info: Any) -> bool:
         error = exc_info[1]
         if self.is_won or not isinstance(error, DISCONNECTED):
             return False

@@ -30,7 +30,6 @@ from ..delivery.call import (
 )
 from ..delivery.copies import begin_or_requeue
 from ..exceptions import AlreadyClaimed, ConfigurationError
-from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim, find_request
 from ..locks.misuse import refuse_misplaced
 from .records import RecordClaim, record_table
@@ -66,7 +65,7 @@ class Idempotent:
     def __enter__(self) -> Claim:
         return self._blocks.enter_context(self._block())
 
-    def __exit__(self, *exc_info: *ExcInfo) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         self._blocks.__exit__(*exc_info)
 
     @contextmanager

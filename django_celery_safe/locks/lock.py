@@ -29,7 +29,6 @@ from ..exceptions import (
     LockNotAcquired,
     WrongTransaction,
 )
-from ..foreign_errors import ExcInfo
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, describe_holder, holder_text, place_name, place_names
 from ..leases.lease import Lease
@@ -385,7 +384,7 @@ class CacheLock:
         self._mine.asked = False
         return self
 
-    def __exit__(self, *exc_info: *ExcInfo) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         lease = self.lease
         if lease is None:
             contender = self._mine.contender
