@@ -25,7 +25,7 @@ from django.db import connections, transaction
 from django.dispatch import Signal
 
 from . import signals
-from .foreign_errors import describe_error, find_interruption
+from .foreign_errors import describe_error, find_soft_time_limit
 from .texts import get_logger
 
 #: How a record shows a field that is empty or None.
@@ -104,7 +104,7 @@ class Event:
             finally:
                 _sending.set(before)
         for failure in failures:
-            if (limit := find_interruption(failure, outer)) is not None:
+            if (limit := find_soft_time_limit(failure, outer)) is not None:
                 raise limit
 
     def emit_on_commit(self, sender: Any, /, *, using: str, **fields: Any) -> None:

@@ -20,12 +20,19 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
-def find_soft_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
-    """Return the soft time limit that an error is, or that it took the place of; None: no such."""
+def find_soft_time_limit(
+    error: BaseException | None, outer: BaseException | None = None
+) -> SoftTimeLimitExceeded | None:
+    """
+    Return the soft time limit that an error is, or that it took the place of; None: no such.
+
+    Args:
+        outer: The error that was being handled before, whose soft time limit is not a new one.
+    """
     while error is not None and not isinstance(error, SoftTimeLimitExceeded):
         # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
         error = error.__context__
-    return error
+    return None if outer is not None and error is find_soft_time_limit(outer) else error
 
 
 def find_shutdown(error: BaseException) -> WorkerTerminate | None:
@@ -40,16 +47,3 @@ def find_shutdown(error: BaseException) -> WorkerTerminate | None:
     if code is None or not isinstance(error, NotImplementedError):
         return None
     return WorkerTerminate(code)
-
-
-def find_interruption(
-    error: BaseException, outer: BaseException | None
-) -> SoftTimeLimitExceeded | None:
-    """
-    Return the soft time limit that an error is, or took the place of; None: no new one.
-
-    Args:
-        outer: The error that was being handled before, whose soft time limit is not a new one.
-    """
-    limit = find_soft_time_limit(error)
-    return None if limit is find_soft_time_limit(outer) else limit

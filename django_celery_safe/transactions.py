@@ -122,8 +122,8 @@ def is_in_testcase(alias: str) -> bool:
 
 def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
-    opened = [connection.alias for connection in connections.all(initialized_only=True)]
-    return [alias for alias in opened if in_atomic(alias)]
+    opened = connections.all(initialized_only=True)
+    return [one.alias for one in opened if in_atomic(one.alias)]
 
 
 def has_block() -> bool:

@@ -27,7 +27,7 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
-from ..foreign_errors import describe_error, find_interruption
+from ..foreign_errors import describe_error, find_soft_time_limit
 from ..locks import HeldLock
 from ..texts import get_logger
 from .broker import (
@@ -158,7 +158,7 @@ class Publisher:
             raise
         except Exception as error:
             # kombu's batch wraps every error, even a soft time limit of the running task.
-            if (limit := find_interruption(error, outer)) is not None:
+            if (limit := find_soft_time_limit(error, outer)) is not None:
                 raise limit from error
             if is_timeout(error) and not self._patient:
                 self.gone = BrokerGone(error)
