@@ -263,9 +263,10 @@ class RecordClaim(Claim):
 
 def _count_own_sends() -> int:
     """Return how often the task that runs here has re-sent itself, as ``retry(throw=False)``."""
-    request = find_request()
-    if request is None:
+    task = get_current_task()
+    if task is None:
         return 0
+    request: Any = task.request
     # With trail=False there are no children.
     again: int = sum(one.id == request.id for one in request.children)
     return again + int(getattr(request, "safe_retries", 0))
