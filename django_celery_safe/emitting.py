@@ -25,8 +25,8 @@ from django.db import connections, transaction
 from django.dispatch import Signal
 
 from . import signals
-from .foreign_errors import describe_error, find_soft_time_limit
-from .texts import get_logger
+from .exceptions import find_soft_time_limit
+from .texts import describe_error, get_logger
 
 #: How a record shows a field that is empty or None.
 _IF_EMPTY: Final = {

@@ -1,5 +1,5 @@
 """
-Every error that django_celery_safe raises, in one tree.
+Every error that django_celery_safe raises, in one tree; and the end that another may hide.
 
 An error keeps raw values, also as ``args``, so that it survives pickling (Celery sends errors
 between processes); the sentence for people is built in ``__str__``.
@@ -7,9 +7,11 @@ between processes); the sentence for people is built in ``__str__``.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, dataclass_transform
 
+from celery.exceptions import SoftTimeLimitExceeded, WorkerTerminate
 from django.core.exceptions import ImproperlyConfigured
 
 
@@ -298,3 +300,32 @@ class TaskPoisoned(CelerySafeError):
             " Find out why before you let it run again (celery_outbox retry, celery_stages resume, "
             "or a new send); max_deaths says how many may die."
         )
+
+
+def find_soft_time_limit(
+    error: BaseException | None, outer: BaseException | None = None
+) -> SoftTimeLimitExceeded | None:
+    """
+    Return the soft time limit that an error is, or that it took the place of; None: no such.
+
+    Args:
+        outer: The error that was being handled before, whose soft time limit is not a new one.
+    """
+    while error is not None and not isinstance(error, SoftTimeLimitExceeded):
+        # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
+        error = error.__context__
+    return None if outer is not None and error is find_soft_time_limit(outer) else error
+
+
+def find_shutdown(error: BaseException) -> WorkerTerminate | None:
+    """
+    Return the end of the worker that an error inside a task stands for; None: no end.
+
+    At SIGQUIT a worker kills the processes of its tasks. With ``-P solo`` that is its own process,
+    and Celery raises NotImplementedError out of the signal, in the middle of the task.
+    """
+    state = sys.modules.get("celery.worker.state")  # a process that is no worker has not loaded it
+    code = getattr(state, "should_terminate", None)
+    if code is None or not isinstance(error, NotImplementedError):
+        return None
+    return WorkerTerminate(code)

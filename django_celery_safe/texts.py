@@ -30,6 +30,19 @@ def printable(text: str) -> str:
     )
 
 
+def describe_error(error: BaseException) -> str:
+    """Say an error of someone else's library in one line."""
+    return f"{type(error).__name__}: {text_of(error).strip() or 'no message'}"
+
+
+def text_of(value: object) -> str:
+    """Return the text of someone else's value; "" if that fails."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - it is someone else's
+        return ""
+
+
 def get_logger(name: str) -> logging.Logger:
     """Return a logger whose records show their arguments in one line."""
     logger = logging.getLogger(name)
@@ -46,8 +59,5 @@ def _escape_arguments(record: logging.LogRecord) -> bool:
 
 
 def _escape(given: Any) -> Any:
-    try:
-        text = str(given)
-    except Exception:  # noqa: BLE001 - logging says so when it formats the record
-        return given
+    text = text_of(given)  # if it has none, logging says so when it formats the record
     return given if text.isprintable() else printable(text)

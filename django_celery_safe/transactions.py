@@ -27,7 +27,7 @@ from django.db.backends.signals import connection_created
 
 from .databases import is_lost_race
 from .exceptions import ConfigurationError
-from .foreign_errors import describe_error
+from .texts import describe_error
 
 if TYPE_CHECKING:
     from django.db.models import Model

@@ -15,10 +15,10 @@ from .. import conf
 from ..databases import find_unfit, is_tested, read_moment, refuse_untested
 from ..delivery.call import layers
 from ..exceptions import ConfigurationError
-from ..foreign_errors import describe_error
 from ..idempotency import Idempotent, IdempotentMixin
 from ..inspection.lock_store import fault
 from ..sending.outbox import outbox_aliases
+from ..texts import describe_error
 from ..transactions import lacks_table
 from .project import RELAY_TASK, Project, count
 

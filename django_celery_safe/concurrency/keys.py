@@ -27,7 +27,7 @@ from kombu.serialization import dumps, loads
 from .. import conf
 from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError
-from ..foreign_errors import describe_error
+from ..texts import describe_error
 from .odd_arguments import BY_POSITION, ArgumentsDontFit, find_named, refuse
 from .options import VARIABLE, Key, template_names
 

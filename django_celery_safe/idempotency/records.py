@@ -22,13 +22,18 @@ from .. import conf, queries
 from ..databases import refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
-from ..exceptions import AlreadyClaimed, CelerySafeError, IdempotencyConflict, InvalidResult
-from ..foreign_errors import describe_error, find_soft_time_limit
+from ..exceptions import (
+    AlreadyClaimed,
+    CelerySafeError,
+    IdempotencyConflict,
+    InvalidResult,
+    find_soft_time_limit,
+)
 from ..leases.claim import Claim, find_request
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease_table import LeaseTable
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import TRIES, reconnect
 from ..values import decode
 

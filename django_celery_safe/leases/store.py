@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from ..exceptions import CelerySafeError, LockBackendError
-from ..foreign_errors import describe_error
+from ..texts import describe_error
 from .holder import HeldLock
 
 

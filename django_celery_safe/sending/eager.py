@@ -20,8 +20,7 @@ from celery.states import FAILURE, PENDING
 from django.db import transaction
 from kombu.serialization import loads
 
-from ..foreign_errors import describe_error
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from .arguments import serialize
 from .unsent import allow_get, refuse_get
 

@@ -27,9 +27,9 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
-from ..foreign_errors import describe_error, find_soft_time_limit
+from ..exceptions import find_soft_time_limit
 from ..locks import HeldLock
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from .broker import (
     ONE_WAIT,
     BrokerGone,

@@ -24,10 +24,9 @@ from kombu.exceptions import OperationalError
 
 from .. import conf, queries
 from ..events import TASK_KEPT, TASK_KEPT_TOO, TASK_LOST, TASK_SENT
-from ..exceptions import CelerySafeError
-from ..foreign_errors import describe_error, find_soft_time_limit
+from ..exceptions import CelerySafeError, find_soft_time_limit
 from ..locks import HeldLock
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, pooled_producer, register_all
 from .capture import Captured, Message

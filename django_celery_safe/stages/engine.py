@@ -24,10 +24,9 @@ from ..databases import Now
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted
-from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .labels import make_labels
