@@ -24,15 +24,13 @@ def is_django_task(value: object) -> bool:
     return issubclass(type(value), getattr(sys.modules.get("django.tasks"), "Task", ()))
 
 
-def has_models(task: Any, layers: Iterable[Any]) -> bool:
+def has_models(layers: Iterable[Any]) -> bool:
     """
-    Return whether a task has ``pydantic=True``; before Celery 5.7 only a wrapper shows it.
+    Return whether a task has ``pydantic=True``, by the wrapper that each version of Celery has.
 
     Args:
         layers: The functions that the task runs, outermost first.
     """
-    if _IS_CELERY_57:
-        return task._dump_pydantic_arguments is not None
     wrappers = vars(inspect.getmodule(celery.Celery))
     return any(getattr(layer, "__globals__", None) is wrappers for layer in layers)
 
@@ -63,9 +61,7 @@ def retries_after_death(task: Any) -> bool:
 
 def acknowledges_timeout(task: Any) -> bool:
     """Return whether the message of a task that was killed at its time limit is acknowledged."""
-    if _IS_CELERY_57:
-        return bool(task.acks_on_timeout)
-    return bool(task.acks_on_failure_or_timeout)
+    return bool(task.acks_on_timeout if _IS_CELERY_57 else task.acks_on_failure_or_timeout)
 
 
 def as_exception(exc_info: Any, error: BaseException) -> Any:

@@ -1,7 +1,7 @@
 """
 The app's settings: ``DJANGO_CELERY_SAFE = {...}`` in the project's settings.
 
-They are read, and validated, when they are used, so ``override_settings`` works, and never
+They are read, and validated, at their first use, anew after ``override_settings``, and never
 written. docs/reference/settings.md explains each one. Options of decorators and calls are
 validated here too; each validator gets a value and its name, and raises ConfigurationError.
 """
@@ -9,15 +9,15 @@ validated here too; each validator gets a value and its name, and raises Configu
 from __future__ import annotations
 
 import difflib
-import math
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from django.conf import settings
-from django.utils.functional import empty
+from django.core.signals import setting_changed
 
 from .exceptions import ConfigurationError
 
@@ -39,15 +39,13 @@ UNSET: Final = Unset.UNSET
 NAME: Final = "DJANGO_CELERY_SAFE"
 
 #: Shortest duration, s, where 0 is not valid.
-ABOVE_0: Final = math.ulp(0.0)
+ABOVE_0: Final = sys.float_info.min
 #: Shortest lease, s.
 SHORTEST_LEASE: Final = 0.001
 #: Longest lease, s: a year. Servers overflow at some centuries.
 LONGEST_LEASE: Final = 366 * 24 * 3600.0
 #: Most holders of one lock: each acquisition reads all of them.
 LARGEST_LIMIT: Final = 1000
-#: Longest time for a publication right after a commit, s: half of a relay's lease.
-LONGEST_SEND: Final = 30.0
 #: Longest retention, s: a century, because dates have a maximum.
 LONGEST_RETENTION: Final = 100 * LONGEST_LEASE
 
@@ -79,7 +77,8 @@ class Span(NamedTuple):
 
 LEASE: Final = Span("lease", "at least 1 ms and at most a year", SHORTEST_LEASE, LONGEST_LEASE)
 WAIT: Final = Span("time to wait", "0 to try once, None to wait for ever", 0, sys.float_info.max)
-SEND: Final = Span("time for a publication", "above 0 and at most 30 s", ABOVE_0, LONGEST_SEND)
+# Half of a relay's lease.
+SEND: Final = Span("time for a publication", "above 0 and at most 30 s", ABOVE_0, 30.0)
 RESEND: Final = Span("time to wait for a worker", "above 0", ABOVE_0, LONGEST_LEASE)
 KEEP: Final = Span("retention", "0 to keep nothing, None to keep all", 0, LONGEST_RETENTION)
 TTL: Final = Span("time to stay done", "above 0, or None for ever", ABOVE_0, LONGEST_RETENTION)
@@ -202,47 +201,27 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
 #: The default of each setting.
 DEFAULTS: Final = {name: default for name, (default, _) in SETTINGS.items()}
 
-#: Types of values that can't change in place; and what was checked, by name, with its outcome.
-UNCHANGING: Final = (bool, int, float, str, timedelta, type(None))
-_checked: Final[dict[str, tuple[Any, Any]]] = {}
-
-
-#: The settings of a project without any.
-NOTHING: Final[dict[str, Any]] = {}
-
 
 def given() -> dict[str, Any]:
     """Return the project's settings dict, unchanged."""
-    # Django keeps no outcome for a setting that a project does not have, and each run asks.
-    inner = object.__getattribute__(settings, "_wrapped")  # Django's own way is a call more
-    value = getattr(settings if inner is empty else inner, NAME, NOTHING)
+    value = getattr(settings, NAME, {})
     if not isinstance(value, dict):
         raise ConfigurationError(f"{NAME} is {value!r}; it has to be a dict of settings.")
     return value
 
 
-def get(name: str, project: dict[str, Any] | None = None) -> Any:
-    """
-    Return the setting ``name``, validated: the project's value, or the default.
-
-    Args:
-        project: The project's settings dict; None: it is looked up.
-    """
+@cache
+def get(name: str) -> Any:
+    """Return the setting ``name``, validated: the project's value, or the default."""
     default, check = SETTINGS[name]
-    value = (given() if project is None else project).get(name, default)
-    # Most are read at each send or run. A value that can't change in place is checked once.
-    known, outcome = _checked.get(name, (NOTHING, None))
-    if known is not value:
-        outcome = check(value, name)
-        if isinstance(value, UNCHANGING) or value is default:
-            _checked[name] = value, outcome
-    return outcome
+    return check(given().get(name, default), name)
 
 
-def get_each(*names: str) -> list[Any]:
-    """Return several settings, each as :func:`get` does."""
-    project = given()
-    return [get(name, project) for name in names]
+def _forget(**kwargs: Any) -> None:
+    get.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid=__name__)  # by override_settings
 
 
 def retention(kind: str) -> timedelta | None:
@@ -254,17 +233,6 @@ def retention(kind: str) -> timedelta | None:
 def keeps_sent() -> bool:
     """Return whether messages stay in the outbox after they are sent."""
     return retention("sent") != timedelta()
-
-
-def misnamed() -> list[str]:
-    """Return project settings that resemble :data:`NAME` and hold settings of this app."""
-    return [
-        name
-        for name in sorted({*dir(settings)} - {NAME})
-        if closest(name, [NAME], 0.7)
-        and isinstance(value := getattr(settings, name), dict)
-        and not DEFAULTS.keys().isdisjoint(value)
-    ]
 
 
 def closest(name: object, known: Iterable[Any], likeness: float = 0.6) -> str | None:

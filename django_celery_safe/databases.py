@@ -23,15 +23,12 @@ MYSQL: Final = "mysql"
 TESTED: Final = frozenset({"postgresql", "sqlite", MYSQL})
 #: The vendor in a project without a database; there the first query raises an error.
 NO_DATABASE: Final = "unknown"
-#: The oldest releases of MariaDB and MySQL with SKIP LOCKED, and with collations that compare
-#: byte by byte, including trailing spaces.
-OLDEST_MARIADB: Final = (10, 6)
-OLDEST_MYSQL: Final = (8, 0, 17)
-#: MySQL error numbers: deadlock, lock wait timeout, and a row that was changed since the
-#: transaction started (MariaDB, with innodb_snapshot_isolation).
-LOST_RACES: Final = frozenset({1213, 1205, 1020})
-#: Error numbers of a failed NOWAIT: MySQL has its own, MariaDB uses the timeout's.
-TAKEN: Final = frozenset({3572, 1205})
+#: Codes of errors. PostgreSQL: serialization_failure. MySQL: deadlock, lock wait timeout, and a row
+#: that was changed since the transaction started (MariaDB, with innodb_snapshot_isolation).
+LOST_RACES: Final = frozenset({"40001", 1213, 1205, 1020})
+#: Those of a failed NOWAIT. PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED.
+#: MySQL has its own, MariaDB uses the timeout's.
+TAKEN: Final = frozenset({"55P03", 5, 6, 3572, 1205})
 #: Most bytes of one INSERT. MariaDB accepts 16 MB by default, and each byte may be escaped.
 PACKET_BYTES: Final = 4 * 1024 * 1024
 
@@ -82,22 +79,20 @@ def exact_collation(connection: Any) -> str | None:
 
 def is_lost_race(error: BaseException) -> bool:
     """Return whether a database refused a statement because another transaction was faster."""
-    cause: Any = error.__cause__
-    # PostgreSQL: serialization_failure.
-    states = getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)
-    return "40001" in states or _number(cause) in LOST_RACES
+    return not LOST_RACES.isdisjoint(_find_codes(error))
 
 
 def says_taken(error: BaseException) -> bool:
     """Return whether the error means that another transaction has the row locked."""
+    return not TAKEN.isdisjoint(_find_codes(error))
+
+
+def _find_codes(error: BaseException) -> list[Any]:
+    """Return what may be the database's own code of an error."""
     cause: Any = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    # PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED.
-    return (
-        state == "55P03"
-        or getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)
-        or _number(cause) in TAKEN
-    )
+    states = [getattr(cause, name, None) for name in ("sqlstate", "pgcode")]
+    # SQLite's basic code; and MySQL's number.
+    return [*states, getattr(cause, "sqlite_errorcode", 0) & 0xFF, *getattr(cause, "args", ())[:1]]
 
 
 def is_read_only(alias: str) -> bool:
@@ -138,15 +133,10 @@ def refuse_untested(alias: str, what: str) -> None:
 
 
 def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:
-    """Return why a MySQL or MariaDB can't be used, and advice; None: it can be used."""
-    connection: Any = connections[alias]
+    """Return why tables on MySQL or MariaDB can't be used, and advice; None: they can be used."""
+    connection = connections[alias]
     if connection.vendor != MYSQL:
         return None
-    mariadb = connection.mysql_is_mariadb
-    oldest = OLDEST_MARIADB if mariadb else OLDEST_MYSQL
-    if connection.mysql_version < oldest:
-        name, least = "MariaDB" if mariadb else "MySQL", ".".join(map(str, oldest))
-        return f"it is {name} before {least}, which can't skip locked rows", f"Run {name} {least}."
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = "
@@ -160,9 +150,3 @@ def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:
     names = ", ".join(f"{one} ({engine})" for one, engine in sorted(found))
     alters = " ".join(f"ALTER TABLE {one} ENGINE=InnoDB;" for one, _ in sorted(found))
     return f"tables there have no transactions: {names}", f"Run in the database: {alters}"
-
-
-def _number(cause: Any) -> object:
-    """Return the number of a MySQL error; None: it has no number."""
-    args = getattr(cause, "args", ())
-    return args[0] if args and isinstance(args[0], int) else None

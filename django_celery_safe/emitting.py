@@ -7,7 +7,6 @@ Events: an event is a log record and, where somebody would connect to it, a sign
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import os
 import re
@@ -17,7 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from contextvars import ContextVar
+from functools import cache, partial
 from queue import Queue
 from typing import Any, Final
 
@@ -25,8 +25,8 @@ from django.db import connections, transaction
 from django.dispatch import Signal
 
 from . import signals
-from .foreign_errors import describe_error, find_interruption
-from .texts import get_logger
+from .exceptions import find_soft_time_limit
+from .texts import describe_error, get_logger
 
 #: How a record shows a field that is empty or None.
 _IF_EMPTY: Final = {
@@ -64,10 +64,7 @@ class Event:
 
     def also(self, text: str = "", *, level: int | None = None) -> Event:
         """Return the same event with another text, another level, or both."""
-        other = copy.copy(self)
-        other.text = text or self.text
-        other.level = self.level if level is None else level
-        return other
+        return Event(self.name, level or self.level, text or self.text, more=" ".join(self.fields))
 
     def emit(self, sender: Any, /, *, exc_info: BaseException | None = None, **fields: Any) -> None:
         """
@@ -97,17 +94,17 @@ class Event:
                     stacklevel=2,  # the record shows the place where the event was emitted
                 )
         signal = self.signal
-        if signal is not None and signal.receivers and signal not in _sending.signals:
-            _sending.signals.add(signal)
+        if signal is not None and signal.receivers and signal not in (before := _sending.get()):
+            _sending.set(before | {signal})
             try:
                 # Django logs an error with the receiver's name, and raises if a partial has none.
                 with _collecting(failures):
                     outcomes = signal.send_robust(sender=sender, **fields)
                     failures += [error for _, error in outcomes if isinstance(error, Exception)]
             finally:
-                _sending.signals.discard(signal)
+                _sending.set(before)
         for failure in failures:
-            if (limit := find_interruption(failure, outer)) is not None:
+            if (limit := find_soft_time_limit(failure, outer)) is not None:
                 raise limit
 
     def emit_on_commit(self, sender: Any, /, *, using: str, **fields: Any) -> None:
@@ -134,50 +131,15 @@ def _collecting(failures: list[Exception]) -> Iterator[None]:
                 traceback.print_exception(error)
 
 
-class _Sending(threading.local):
-    """The signals whose receivers this thread runs now."""
-
-    def __init__(self) -> None:
-        self.signals: set[Signal] = set()
-
-
-_sending = _Sending()
+#: The signals whose receivers run now.
+_sending: ContextVar[frozenset[Signal]] = ContextVar("sending", default=frozenset())
 
 #: Longest time that a process waits for receivers when it exits, s.
 EXIT_FLUSH_TIMEOUT: Final = 2.0
 
 
-class _Background:
-    """The events that a thread of their own emits, one after the other."""
-
-    def __init__(self) -> None:
-        self.queue: Queue[Any] = Queue()
-        self.starting, self.is_started = threading.Lock(), False
-
-    def start(self) -> None:
-        """Start the thread, unless it runs already or no thread can be started now."""
-        with self.starting, suppress(RuntimeError):  # as when Python shuts down
-            if not self.is_started:
-                threading.Thread(
-                    target=self.run, name="django_celery_safe events", daemon=True
-                ).start()
-                self.is_started = True
-
-    def run(self) -> None:
-        """Emit what is in the queue, for as long as the process lives."""
-        while True:
-            emit, args = self.queue.get()
-            with suppress(BaseException):
-                emit(*args)
-            del emit, args  # a reference would keep the renewal of a lease running
-            # This thread's connections may be dead by the next event. A connection that can't be
-            # closed must not end the thread, because all later events need it.
-            with suppress(Exception):
-                connections.close_all()
-            self.queue.task_done()
-
-
-_background = _Background()
+#: The events that a thread of their own emits, one after the other.
+_waiting: Queue[Any] = Queue()
 
 
 def emit_in_background(emit: Callable[..., object], *args: Any) -> None:
@@ -187,21 +149,42 @@ def emit_in_background(emit: Callable[..., object], *args: Any) -> None:
     Receivers may be slow, so they run in a separate thread, one event after the other. An
     exiting process waits for them at most ``EXIT_FLUSH_TIMEOUT`` s.
     """
-    _background.queue.put((emit, args))
-    _background.start()
+    _waiting.put((emit, args))
+    with suppress(RuntimeError):  # no thread can be started now: the next event may start it
+        _start_thread()
+
+
+@cache
+def _start_thread() -> None:
+    """Start the thread, unless it runs already."""
+    threading.Thread(target=_emit_waiting, name="django_celery_safe events", daemon=True).start()
+
+
+def _emit_waiting() -> None:
+    while True:
+        emit, args = _waiting.get()
+        with suppress(BaseException):
+            emit(*args)
+        del emit, args  # a reference would keep the renewal of a lease running
+        # This thread's connections may be dead by the next event. A connection that can't be
+        # closed must not end the thread, because all later events need it.
+        with suppress(Exception):
+            connections.close_all()
+        _waiting.task_done()
 
 
 @atexit.register
 def _flush() -> None:
     ends_at = time.monotonic() + EXIT_FLUSH_TIMEOUT
-    while _background.queue.unfinished_tasks and time.monotonic() < ends_at:
+    while _waiting.unfinished_tasks and time.monotonic() < ends_at:
         time.sleep(0.01)
 
 
 def _forget_parent() -> None:
     # The parent's threads do not exist in this process.
-    global _background
-    _background = _Background()
+    global _waiting
+    _waiting = Queue()
+    _start_thread.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

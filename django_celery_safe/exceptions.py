@@ -1,5 +1,5 @@
 """
-Every error that django_celery_safe raises, in one tree.
+Every error that django_celery_safe raises, in one tree; and the end that another may hide.
 
 An error keeps raw values, also as ``args``, so that it survives pickling (Celery sends errors
 between processes); the sentence for people is built in ``__str__``.
@@ -7,14 +7,21 @@ between processes); the sentence for people is built in ``__str__``.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, dataclass_transform
 
+from celery.exceptions import SoftTimeLimitExceeded, WorkerTerminate
 from django.core.exceptions import ImproperlyConfigured
 
 
+@dataclass_transform(eq_default=False)
 class CelerySafeError(Exception):
     """Base of all errors of this package."""
+
+    def __init_subclass__(cls) -> None:
+        # Each error is a dataclass of its values.
+        dataclass(eq=False, repr=False)(cls)
 
     def __post_init__(self) -> None:
         # pickle and Celery make an error again of its args.
@@ -27,12 +34,15 @@ class ConfigurationError(CelerySafeError, ImproperlyConfigured):
     do what it is to do, or a lock or a claim is used in a way that can't work.
     """
 
+    sentence: str
+
 
 class WrongTransaction(CelerySafeError):
     """Something was called inside, or outside, the transaction it needs."""
 
+    sentence: str
 
-@dataclass(eq=False, repr=False)
+
 class LockNotAcquired(CelerySafeError):
     """
     The lock is not ours, because someone else holds it or it was never acquired.
@@ -60,7 +70,6 @@ class LockNotAcquired(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class AlreadyRunning(LockNotAcquired):
     """
     Another run of the task holds its lock.
@@ -83,7 +92,6 @@ class AlreadyRunning(LockNotAcquired):
         )
 
 
-@dataclass(eq=False, repr=False)
 class LockLost(CelerySafeError):
     """
     The lock was ours and is no longer: its lease ended, or it was freed or
@@ -104,7 +112,6 @@ class LockLost(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class LockBackendError(CelerySafeError):
     """
     The store of the locks did not answer, or refused: who holds the lock is not known.
@@ -131,7 +138,6 @@ class LockBackendError(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class NotSerializable(CelerySafeError, TypeError):
     """
     An argument can't travel in a message.
@@ -155,7 +161,6 @@ class NotSerializable(CelerySafeError, TypeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class IdempotencyConflict(CelerySafeError):
     """
     The same key was used before with other arguments.
@@ -176,7 +181,6 @@ class IdempotencyConflict(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class AlreadyClaimed(CelerySafeError):
     """
     Somebody else is doing it now.
@@ -201,7 +205,6 @@ class AlreadyClaimed(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class ClaimLost(CelerySafeError):
     """
     The work was ours and is no longer: its lease ended and someone else has it, or its row is gone.
@@ -221,7 +224,6 @@ class ClaimLost(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class AlreadyStarted(CelerySafeError):
     """
     A run with this key has not ended, so no second one was started.
@@ -242,7 +244,6 @@ class AlreadyStarted(CelerySafeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class InvalidResult(CelerySafeError, ValueError):
     """
     A result can't be stored, or it is a value that a step must not return.
@@ -261,7 +262,6 @@ class InvalidResult(CelerySafeError, ValueError):
         return f"The result of {self.work!r} can't be used: {self.reason}. {self.hint}"
 
 
-@dataclass(eq=False, repr=False)
 class IllegalTransition(CelerySafeError):
     """
     A run of stages is not in a state from which this can be done.
@@ -280,7 +280,6 @@ class IllegalTransition(CelerySafeError):
         return f"Can't {self.action} {self.run}: {self.reason}. Nothing was changed."
 
 
-@dataclass(eq=False, repr=False)
 class TaskPoisoned(CelerySafeError):
     """
     A task is not run again, since so many processes died in it.
@@ -301,3 +300,32 @@ class TaskPoisoned(CelerySafeError):
             " Find out why before you let it run again (celery_outbox retry, celery_stages resume, "
             "or a new send); max_deaths says how many may die."
         )
+
+
+def find_soft_time_limit(
+    error: BaseException | None, outer: BaseException | None = None
+) -> SoftTimeLimitExceeded | None:
+    """
+    Return the soft time limit that an error is, or that it took the place of; None: no such.
+
+    Args:
+        outer: The error that was being handled before, whose soft time limit is not a new one.
+    """
+    while error is not None and not isinstance(error, SoftTimeLimitExceeded):
+        # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
+        error = error.__context__
+    return None if outer is not None and error is find_soft_time_limit(outer) else error
+
+
+def find_shutdown(error: BaseException) -> WorkerTerminate | None:
+    """
+    Return the end of the worker that an error inside a task stands for; None: no end.
+
+    At SIGQUIT a worker kills the processes of its tasks. With ``-P solo`` that is its own process,
+    and Celery raises NotImplementedError out of the signal, in the middle of the task.
+    """
+    state = sys.modules.get("celery.worker.state")  # a process that is no worker has not loaded it
+    code = getattr(state, "should_terminate", None)
+    if code is None or not isinstance(error, NotImplementedError):
+        return None
+    return WorkerTerminate(code)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-#: Types that can't hold text from outside.
-_PLAIN = (int, float, bool, type(None))
 #: Characters of an error, of its type, and of the end of its traceback, that a row keeps.
 LONGEST_ERROR: Final = 1000
 LONGEST_TYPE: Final = 255
@@ -49,24 +47,24 @@ def error_columns(error_type: str, error: str, traceback: str) -> dict[str, str]
     return {"error_type": error_type[:LONGEST_TYPE], "error": storable(error), "traceback": end}
 
 
+def describe_error(error: BaseException) -> str:
+    """Say an error of someone else's library in one line."""
+    return f"{type(error).__name__}: {text_of(error).strip() or 'no message'}"
+
+
+def text_of(value: object) -> str:
+    """Return the text of someone else's value; "" if that fails."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - it is someone else's
+        return ""
+
+
 def get_logger(name: str) -> logging.Logger:
     """Return a logger whose records show their arguments in one line."""
     logger = logging.getLogger(name)
     logger.addFilter(_escape_arguments)
     return logger
-
-
-class _Escaped:
-    """An argument of a record whose text is shown with escapes."""
-
-    def __init__(self, given: Any, text: str) -> None:
-        self._given, self._text = given, text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __repr__(self) -> str:
-        return repr(self._given)
 
 
 def _escape_arguments(record: logging.LogRecord) -> bool:
@@ -78,10 +76,5 @@ def _escape_arguments(record: logging.LogRecord) -> bool:
 
 
 def _escape(given: Any) -> Any:
-    if isinstance(given, _PLAIN):
-        return given
-    try:
-        text = str(given)
-    except Exception:  # noqa: BLE001 - logging says so when it formats the record
-        return given
-    return given if text.isprintable() else _Escaped(given, printable(text))
+    text = text_of(given)  # if it has none, logging says so when it formats the record
+    return given if text.isprintable() else printable(text)

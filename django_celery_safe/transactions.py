@@ -7,6 +7,7 @@ as transactions here.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from django.db.backends.signals import connection_created
 
 from .databases import is_lost_race
 from .exceptions import ConfigurationError
-from .foreign_errors import ExcInfo, describe_error
+from .texts import describe_error
 
 if TYPE_CHECKING:
     from django.db.models import Model
@@ -40,13 +41,8 @@ TRIES: Final = 20
 #: The prefix of our tables' names.
 OUR_TABLES: Final = "django_celery_safe_"
 #: How statements begin that change nothing but our tables.
-OUR_STATEMENTS: Final = (
-    "SELECT ",
-    *(
-        f"{verb} {quote}{OUR_TABLES}"
-        for verb in ("UPDATE", "DELETE FROM", "INSERT INTO", "INSERT IGNORE INTO")
-        for quote in ('"', "`", "")
-    ),
+OUR_STATEMENTS: Final = re.compile(
+    rf'SELECT |(UPDATE|DELETE FROM|INSERT (IGNORE )?INTO) ["`]?{OUR_TABLES}'
 )
 #: Rows that one statement changes by their keys; every database accepts that many parameters.
 MOST_KEYS: Final = 500
@@ -81,8 +77,7 @@ def leave_pool(alias: str) -> None:
     if not is_pooled(alias) or connection.in_atomic_block:
         return
     connection.close()
-    options = {**connection.settings_dict["OPTIONS"]}
-    del options["pool"]
+    options = {**connection.settings_dict["OPTIONS"], "pool": None}
     connections[alias] = type(connection)({**connection.settings_dict, "OPTIONS": options}, alias)
 
 
@@ -117,8 +112,7 @@ def reconnect(alias: str) -> None:
 
 def in_testcase_only(alias: str) -> bool:
     """Return whether the only ``atomic()`` blocks open on ``alias`` are TestCase's."""
-    connection = connections[alias]
-    return bool(connection.atomic_blocks) and not in_atomic(alias)
+    return is_in_testcase(alias) and not in_atomic(alias)
 
 
 def is_in_testcase(alias: str) -> bool:
@@ -128,8 +122,8 @@ def is_in_testcase(alias: str) -> bool:
 
 def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
-    opened = [connection.alias for connection in connections.all(initialized_only=True)]
-    return [alias for alias in opened if in_atomic(alias)]
+    opened = connections.all(initialized_only=True)
+    return [one.alias for one in opened if in_atomic(one.alias)]
 
 
 def has_block() -> bool:
@@ -196,7 +190,7 @@ class Attempts(AbstractContextManager["Attempts", bool]):
             if not self._is_lost:
                 return
 
-    def __exit__(self, *exc_info: *ExcInfo) -> bool:
+    def __exit__(self, *exc_info: Any) -> bool:
         error = exc_info[1]
         if self.is_won or not isinstance(error, DISCONNECTED):
             return False
@@ -298,7 +292,7 @@ def _execute_repeatedly(
     """
     connection = context["connection"]
     is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
-    if not (is_ours and sql.startswith(OUR_STATEMENTS)):
+    if not (is_ours and OUR_STATEMENTS.match(sql)):
         return execute(sql, params, many, context)
     session = connection.connection
     for attempt in Attempts(connection.alias, "A statement"):

@@ -7,7 +7,7 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json
 
-from .foreign_errors import describe_error
+from .texts import describe_error
 
 
 class NotPlain(Exception):

@@ -26,7 +26,7 @@ LIMITS: Final = {
     "unique_until run": 36,
     "outbox call and commit": 30,
     "relay of one": 18,
-    "do_once": 5,
+    "do_once": 6,
     "idempotent run": 34,
     "start": 44,
     "step and next stage": 90,

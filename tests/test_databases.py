@@ -14,7 +14,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from pytest_django import Settings
 
-from django_celery_safe import ConfigurationError, cache_lock, databases, idempotent, stages
+from django_celery_safe import ConfigurationError, cache_lock, idempotent, stages
 from django_celery_safe.checks import check_deployment
 from django_celery_safe.databases import Now
 from django_celery_safe.models import (
@@ -127,18 +127,6 @@ def test_tables_without_transactions_are_refused(on_aria: str) -> None:
     assert "tables there have no transactions: " in found.msg
     assert "django_celery_safe_databaselock (Aria)" in found.msg
     assert "ALTER TABLE django_celery_safe_outboxmessage ENGINE=InnoDB;" in str(found.hint)
-
-
-def test_an_old_server_is_refused(
-    mariadb_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MariaDB 10.5 can't skip locked rows: the check says what to run."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": mariadb_alias}
-    monkeypatch.setattr(databases, "OLDEST_MARIADB", (99, 1))
-    with app_without_tasks("redis://127.0.0.1:1/0"):
-        found = next(one for one in check_deployment() if "99.1" in str(one.hint))
-    assert "MariaDB before 99.1" in found.msg
-    assert "Run MariaDB 99.1" in str(found.hint)
 
 
 @pytest.mark.sql

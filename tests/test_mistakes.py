@@ -161,19 +161,6 @@ def test_a_misspelt_option_of_a_send(app: Celery) -> None:
         task.apply_async_on_commit((), usin="default")
 
 
-def test_the_settings_by_another_name(settings: Settings) -> None:
-    """E001 names a setting that holds settings of this app; other apps' are left alone."""
-    settings.DJANGO_CELERY_BEAT = {"LOCK": 1}
-    settings.CELERY_SAFE = "OUTBOX"
-    assert "E001" not in found()
-    for name in ("DJANGO_CELERY_SAVE", "CELERY_SAFE"):
-        setattr(settings, name, {"LOCK_CACHE": "locks"})
-        message = found()["E001"]
-        assert message.msg == f"The setting {name} has settings of this app; it does nothing."
-        assert message.hint == "Did you mean DJANGO_CELERY_SAFE?"
-        delattr(settings, name)
-
-
 def test_a_misspelt_retention(settings: Settings) -> None:
     """E001 names the key that was meant."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"record": 60}}

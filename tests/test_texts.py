@@ -52,7 +52,7 @@ def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixt
     finally:
         MESSAGE_DEAD.signal.disconnect(note)
     (record,) = caplog.records
-    assert record.getMessage() == f"{SHOWN} and {EVIL!r}, 7: ValueError: {SHOWN}"
+    assert record.getMessage() == f"{SHOWN} and {SHOWN!r}, 7: ValueError: {SHOWN}"
     assert (seen, record.__dict__["safe_task"]) == ([EVIL], EVIL)
 
 

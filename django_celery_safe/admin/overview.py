@@ -19,13 +19,12 @@ from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..exceptions import CelerySafeError
-from ..foreign_errors import describe_error
 from ..inspection import overview as figures
 from ..models.locks import Lock
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun
 from ..stages import Status
-from ..texts import duration, printable
+from ..texts import describe_error, duration, printable
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise

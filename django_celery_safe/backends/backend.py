@@ -18,6 +18,7 @@ from .. import conf
 from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
 from ..sending.outbox import UNTIL_DONE, Outbox
+from ..texts import storable
 from .functions import add_function, find_task
 from .results import FIELD, AnyResult, AnyTask, describe, make_result, read_row, set_on
 
@@ -111,7 +112,6 @@ class SafeCeleryBackend(BaseTaskBackend):
                 f'RETENTION, such as {{"sent": timedelta(days=1)}}, after which results go.'
             )
         from ..models.outbox import OutboxMessage  # needs the app registry
-        from ..models.text import storable
 
         # PostgreSQL refuses to look for an id that it can't store.
         rows = OutboxMessage.objects.using(self.using).carried(storable(str(result_id)))

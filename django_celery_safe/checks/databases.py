@@ -15,10 +15,10 @@ from .. import conf
 from ..databases import find_unfit, is_tested, read_moment, refuse_untested
 from ..delivery.call import layers
 from ..exceptions import ConfigurationError
-from ..foreign_errors import describe_error
 from ..idempotency import Idempotent, IdempotentMixin
 from ..inspection.lock_store import fault
 from ..sending.outbox import outbox_aliases
+from ..texts import describe_error
 from ..transactions import lacks_table
 from .project import RELAY_TASK, Project, count
 
@@ -52,7 +52,7 @@ def check_databases(project: Project) -> Iterator[CheckMessage]:
 
 
 def check_database_servers(project: Project) -> Iterator[CheckMessage]:
-    """E002: a server is too old. E003: tables are missing. W009: no relay. W010: no answer."""
+    """E002: no transactions. E003: tables are missing. W009: no relay. W010: no answer."""
     used = [*_find_users(project), conf.get("LOCK_DATABASE")]
     for alias in connections.settings:
         if alias in used:
@@ -81,7 +81,7 @@ def check_database_servers(project: Project) -> Iterator[CheckMessage]:
 
 
 def _find_unfit(alias: str) -> Iterator[CheckMessage]:
-    """Yield E002 for a MySQL or MariaDB that lacks what our tables, or those of flags, need."""
+    """Yield E002 for tables of ours, or of flags, that have no transactions."""
     flagged = [model for model in _flagged_models() if router.db_for_write(model) == alias]
     for table in ["", *(model._meta.db_table for model in flagged)]:
         if unfit := find_unfit(alias, table):

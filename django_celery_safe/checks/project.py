@@ -10,12 +10,12 @@ from django.utils.module_loading import autodiscover_modules
 
 from ..delivery.call import layers, load_tasks
 from ..delivery.copies import visibility_timeout
-from ..foreign_errors import describe_error
 from ..idempotency import Idempotent
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from ..sending.outbox import UNTIL_DONE, task_wants_outbox
 from ..stages.entries import get_step_layer
+from ..texts import describe_error
 
 #: The name of the shipped task that relays the outbox.
 RELAY_TASK: Final = "django_celery_safe.tasks.relay_outbox"

@@ -20,9 +20,6 @@ def check_settings(project: Project) -> Iterator[CheckMessage]:
     except ConfigurationError as error:
         yield fault("E001", str(error), f"Write {conf.NAME} = {{...}}.")
         return
-    for name in conf.misnamed():
-        text = f"The setting {name} has settings of this app; it does nothing."
-        yield fault("E001", text, f"Did you mean {conf.NAME}?")
     for name in [each for each in given if each not in conf.DEFAULTS]:
         text = f"{conf.NAME} has no setting {name!r}; it does nothing."
         known = f"It knows: {', '.join(conf.DEFAULTS)}."

@@ -27,7 +27,7 @@ from kombu.serialization import dumps, loads
 from .. import conf
 from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError, NotSerializable
-from ..foreign_errors import describe_error
+from ..texts import describe_error
 from .options import VARIABLE, Guarded, template_names
 
 #: Takes any arguments: those of a message that something changes before the function gets them.

@@ -23,14 +23,13 @@ from prometheus_client.registry import Collector
 from .. import signals
 from ..databases import read_moment
 from ..exceptions import ConfigurationError
-from ..foreign_errors import describe_error
 from ..inspection import overview
 from ..locks.stores import locks_are_shared
 from ..models.stages import StageRun
 from ..sending.outbox import outbox_aliases
 from ..stages import Status
 from ..stages.step_table import table_in
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 
 logger = get_logger(__name__)
 

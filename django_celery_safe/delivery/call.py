@@ -164,12 +164,12 @@ def sent_arguments(
 
 def is_of_message(task: Any, args: Args | None) -> bool:
     """Return whether the key of a call is made of the arguments that its message has."""
-    return args is None or _has_models(task, task.run)
+    return args is None or _has_models(task.run)
 
 
 @lru_cache(maxsize=4096)
-def _has_models(task: Any, run: Function) -> bool:
-    return has_models(task, layers(run))
+def _has_models(run: Function) -> bool:
+    return has_models(layers(run))
 
 
 def is_as_sent(message: Context, args: Args, kwargs: Kwargs) -> bool:

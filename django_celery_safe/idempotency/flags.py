@@ -12,9 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from celery.exceptions import Retry
-from django.core.exceptions import FieldDoesNotExist
 from django.db import OperationalError, connections, router, transaction
-from django.db.models import BooleanField, DateTimeField, F, QuerySet
+from django.db.models import BooleanField, DateTimeField, QuerySet
 from django.utils import timezone
 
 from .. import conf
@@ -23,7 +22,7 @@ from ..delivery.copies import is_requeued
 from ..emitting import Event
 from ..events import ALREADY_DONE, ONCE_FAILED
 from ..exceptions import ConfigurationError, LockNotAcquired, WrongTransaction
-from ..transactions import Attempts, busy_timeout, is_transaction_open
+from ..transactions import Attempts, busy_timeout, is_transaction_open, lock_whole
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -200,22 +199,14 @@ class _Once:
         return QuerySet(self._model, using=self._alias).filter(pk=self._pk)
 
     def _lock_row(self) -> Model:
-        connection = connections[self._alias]
-        features = connection.features
-        if features.has_select_for_update:
-            # Rows that refer to this one may be written during the block, where a row lock can
-            # allow that: its key stays.
-            no_key = features.has_select_for_no_key_update
-            return self._rows().select_for_update(nowait=self._nowait, no_key=no_key).get()
         # Without row locks, the transaction's first statement has to be a write: a write
         # waits for the database's write lock before the flag is read. With a read first,
         # it would fail with "database is locked".
-        # The column has to be in the model's own table: for a parent's, Django reads first.
-        table: Any = self._model._meta.concrete_model
-        columns = table._meta.local_concrete_fields
-        column = next(field.name for field in columns if not getattr(field, "generated", False))
-        self._rows().update(**{column: F(column)})
-        return self._rows().get()
+        lock_whole(self._alias, self._model)
+        # Rows that refer to this one may be written during the block, where a row lock can
+        # allow that: its key stays.
+        no_key = connections[self._alias].features.has_select_for_no_key_update
+        return self._rows().select_for_update(nowait=self._nowait, no_key=no_key).get()
 
     @contextmanager
     def _fail_at_once(self) -> Iterator[None]:
@@ -229,9 +220,8 @@ class _Once:
             raise LockNotAcquired(name, "someone else") from error
 
     def _is_done(self, row: Model) -> bool:
-        value = getattr(row, self._flag)
         # False and None: not done; True and any time: done.
-        return value is not None and value is not False
+        return getattr(row, self._flag) not in (None, False)
 
     def _set_flag(self, row: Model) -> None:
         field = self._model._meta.get_field(self._flag)
@@ -246,29 +236,15 @@ class _Once:
         event.emit(self._model, model=label, pk=self._pk, flag=self._flag, **fields)
 
 
-def flag_names(model: type[Model]) -> list[str]:
-    """Return the names of the model's fields that can be a flag for :meth:`do_once`."""
-    return [
+def _check_flag(model: type[Model], name: str) -> None:
+    flags = [
         field.name
         for field in model._meta.get_fields()
         if isinstance(field, BooleanField) or (isinstance(field, DateTimeField) and field.null)
     ]
-
-
-def _check_flag(model: type[Model], name: str) -> None:
-    flags = flag_names(model)
-    if name in flags:
-        return
-    try:
-        field: Any = model._meta.get_field(name)
-    except FieldDoesNotExist:
-        problem = "does not exist"
-    else:
-        kind = type(field).__name__
-        null = " without null=True" if isinstance(field, DateTimeField) else ""
-        problem = f"is a {kind}{null}"
-    raise ConfigurationError(
-        f"{model._meta.label}.{name} {problem}, so it can't say whether a thing was done. A flag "
-        f"is a BooleanField, or a DateTimeField with null=True; the model has: "
-        f"{', '.join(flags) or 'none'}.{conf.did_you_mean(name, flags)}"
-    )
+    if name not in flags:
+        raise ConfigurationError(
+            f"{model._meta.label}.{name} can't say whether a thing was done. A flag is a "
+            f"BooleanField, or a DateTimeField with null=True; the model has: "
+            f"{', '.join(flags) or 'none'}.{conf.did_you_mean(name, flags)}"
+        )

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from celery._state import get_current_task
@@ -30,8 +30,7 @@ from ..delivery.call import (
 )
 from ..delivery.copies import begin_or_requeue
 from ..exceptions import AlreadyClaimed, ConfigurationError
-from ..foreign_errors import ExcInfo
-from ..leases.claim import Claim
+from ..leases.claim import Claim, find_request
 from ..locks.misuse import refuse_misplaced
 from .records import RecordClaim, record_table
 
@@ -57,18 +56,24 @@ class Idempotent:
         using: str | None,
     ) -> None:
         self._key = checked_key(key)
-        self._timeout: float | conf.Unset = conf.UNSET
-        if not isinstance(timeout, conf.Unset):
-            self._timeout = conf.LEASE.seconds(timeout, "timeout")
-        self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.TTL.delta(ttl, "ttl")
+        self._timeout = timeout if timeout is conf.UNSET else conf.LEASE.seconds(timeout, "timeout")
+        self._ttl = ttl if ttl is conf.UNSET else conf.TTL.delta(ttl, "ttl")
         #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
-        self._block: AbstractContextManager[None] | None = None
+        self._blocks = ExitStack()
 
     def __enter__(self) -> Claim:
+        return self._blocks.enter_context(self._block())
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._blocks.__exit__(*exc_info)
+
+    @contextmanager
+    def _block(self) -> Iterator[Claim]:
+        """Claim the work, hold the claim while the block does it, and record how that ends."""
         key = self._key
         if not isinstance(key, str) or not key:
-            got = "no key" if isinstance(key, conf.Unset) else f"the key {key!r}"
+            got = "no key" if key is conf.UNSET else f"the key {key!r}"
             raise ConfigurationError(
                 f"`with idempotent(...)` got {got}: it needs a string, not empty, that names "
                 f"the work. Only the decorator takes lists and functions."
@@ -78,23 +83,21 @@ class Idempotent:
                 f"`with idempotent({key!r})` does not fill in placeholders, so {found[0]} would "
                 f"be the same for every call. Write the key as an f-string."
             )
-        if self._block is not None:
-            raise ConfigurationError(
-                f"idempotent({key!r}) is in use by this very object. Make another one."
-            )
         claim = self._make_claim(key)
-        task = get_current_task()
-        message = _message_of(None if task is None else task.request)
-        self._begin(claim, task, message)
-        block = _recording(claim)
-        block.__enter__()
-        self._block = block
-        return claim
-
-    def __exit__(self, *exc_info: *ExcInfo) -> None:
-        block, self._block = self._block, None
-        if block is not None:
-            block.__exit__(*exc_info)
+        self._begin(claim, get_current_task(), _message_of(find_request()))
+        if not claim.is_repeat:
+            with claim.holding(claim.fail):
+                yield claim
+                claim.succeed()
+            return
+        yield claim
+        if not claim.asked:
+            warnings.warn(
+                f"A block ran without checking its claim, although {key!r} was already done. "
+                f"Write: with idempotent(...) as claim: if claim: ...",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Decorate ``function``: it runs once for each key."""
@@ -113,8 +116,19 @@ class Idempotent:
 
     def _run(self, decorated: Function, function: Function, args: Args, kwargs: Kwargs) -> Any:
         task, request, bound = find_call(decorated, function, args)
-        message = _message_of(request)
-        claim = self._claim_of_call(function, task, message, args[bound:], kwargs, bound=bound)
+        message, sent = _message_of(request), None
+        if message is not None:
+            sent = (*(message.args or ()), *(message.kwargs or {}).values())
+        given, named, serializer = sent_arguments(task, message, args[bound:], kwargs)
+        call: Any = {"args": given, "kwargs": named, "serializer": serializer, "sent": sent}
+        name = name_of(task, function)
+        guarded = Guarded(function, DEFAULTS._replace(key=self._key), bound)
+        key = call_key(name, guarded, **call)
+        # Arguments that can't be encoded, such as a method's self, are not part of the digest.
+        digest = ""
+        if self._key is not conf.UNSET:
+            digest = call_key(name, guarded._replace(options=DEFAULTS), is_digest=True, **call)
+        claim = self._make_claim(f"{name}:{key}", digest)
         self._begin(claim, task, message)
         if claim.is_repeat:
             return claim.result
@@ -134,55 +148,10 @@ class Idempotent:
             )
         begin_or_requeue(held, claim.try_begin, task, message)
 
-    def _claim_of_call(
-        self,
-        function: Function,
-        task: Any,
-        message: Context | None,
-        args: Args,
-        kwargs: Kwargs,
-        *,
-        bound: bool,
-    ) -> RecordClaim:
-        name = name_of(task, function) if task is None else task.name
-        args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
-        sent = None
-        if message is not None:
-            sent = (*(message.args or ()), *(message.kwargs or {}).values())
-        call: Any = {"args": args, "kwargs": kwargs, "serializer": serializer, "sent": sent}
-        guarded = Guarded(function, DEFAULTS._replace(key=self._key), bound)
-        # Arguments that can't be encoded, such as a method's self, are not part of the digest.
-        digest = ""
-        if not isinstance(self._key, conf.Unset):
-            digest = call_key(name, guarded._replace(options=DEFAULTS), is_digest=True, **call)
-        return self._make_claim(f"{name}:{call_key(name, guarded, **call)}", digest)
-
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
-        seconds, keep = self._timeout, self._ttl
-        if isinstance(seconds, conf.Unset):
-            seconds = conf.get("LOCK_TIMEOUT")
-        if isinstance(keep, conf.Unset):
-            keep = conf.retention("records")
+        seconds = conf.get("LOCK_TIMEOUT") if self._timeout is conf.UNSET else self._timeout
+        keep = conf.retention("records") if self._ttl is conf.UNSET else self._ttl
         return RecordClaim(key, record_table(self.using), seconds, keep, digest)
-
-
-@contextmanager
-def _recording(claim: RecordClaim) -> Iterator[None]:
-    """Hold a claim, unless it is a repeat, while the block does the work; record how that ends."""
-    if not claim.is_repeat:
-        with claim.holding(claim.fail):
-            yield
-            if not claim.is_of_parent():
-                claim.succeed()
-        return
-    yield
-    if not claim.asked:
-        warnings.warn(
-            f"A block ran without checking its claim, although {claim.key!r} was already done. "
-            f"Write: with idempotent(...) as claim: if claim: ...",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 def _message_of(request: Context | None) -> Context | None:
@@ -264,10 +233,10 @@ def idempotent(
     Source:
         "Celery: lessons learned", tasks that may be delivered more than once.
     """
-    if (callable(first) or is_django_task(first)) and not isinstance(first, conf.Unset):
+    if callable(first) or is_django_task(first):
         return Idempotent(conf.UNSET, timeout, ttl, using)(first)
-    if not isinstance(first, conf.Unset):
-        if not isinstance(key, conf.Unset):
+    if first is not conf.UNSET:
+        if key is not conf.UNSET:
             raise ConfigurationError(f"idempotent got two keys, {first!r} and {key!r}.")
         key = first
     return Idempotent(key, timeout, ttl, using)

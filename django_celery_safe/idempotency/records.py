@@ -22,18 +22,23 @@ from .. import conf, queries
 from ..databases import refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
-from ..exceptions import AlreadyClaimed, CelerySafeError, IdempotencyConflict, InvalidResult
-from ..foreign_errors import describe_error, find_soft_time_limit
-from ..leases.claim import Claim
+from ..exceptions import (
+    AlreadyClaimed,
+    CelerySafeError,
+    IdempotencyConflict,
+    InvalidResult,
+    find_soft_time_limit,
+)
+from ..leases.claim import Claim, find_request
 from ..leases.holder import HeldLock, decode_holder, plain_name
 from ..leases.lease import clock
 from ..leases.lease_table import LeaseTable
-from ..texts import get_logger, storable
+from ..texts import describe_error, get_logger, storable
 from ..transactions import TRIES, reconnect
 from ..values import decode
 
 if TYPE_CHECKING:
-    from ..models.idempotency import IdempotencyRecord, IdempotencyRecords
+    from ..models.idempotency import IdempotencyRecords
 
 logger: Final = get_logger(__name__)
 
@@ -73,7 +78,9 @@ class RecordTable(LeaseTable):
 
     def all(self) -> IdempotencyRecords:
         """Return a queryset of all records."""
-        return _record_model().objects.using(self.alias)
+        from ..models.idempotency import IdempotencyRecord  # needs the app registry
+
+        return IdempotencyRecord.objects.using(self.alias)
 
     def at(self, name: str) -> IdempotencyRecords:
         """Return a queryset of the key's record, with one record or none."""
@@ -95,13 +102,6 @@ class RecordTable(LeaseTable):
     def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far the work got; return whether the claim held the record."""
         return self.execute("move_record", plain_name(name), token=token, **values)
-
-
-def _record_model() -> type[IdempotencyRecord]:
-    """Return the records' model, which can be imported once the app registry is ready."""
-    from ..models.idempotency import IdempotencyRecord  # needs the app registry
-
-    return IdempotencyRecord
 
 
 class RecordClaim(Claim):
@@ -139,13 +139,9 @@ class RecordClaim(Claim):
             ConfigurationError: The code that calls this is already doing the same work; or the
                 database has no table for records.
         """
-        task = get_current_task()
-        request = None if task is None else task.request
-        what, instead = (
-            f"idempotent({self.key!r})",
-            "Call it outside atomic(); the work itself may open one.",
-        )
-        holder = self.prepare(task, request, what, instead)
+        task, what = get_current_task(), f"idempotent({self.key!r})"
+        instead = "Call it outside atomic(); the work itself may open one."
+        holder = self.prepare(task, find_request(), what, instead)
         try:
             found = self._take(holder)
             if isinstance(found, HeldLock):
@@ -165,7 +161,7 @@ class RecordClaim(Claim):
                 raise
             # A soft time limit, or no thread could be started. The claim may have been written.
             reconnect(self.table.alias)  # it may have been interrupted anywhere
-            self._record_failed("interrupted before it began")
+            self.fail(interrupted or error)
             if interrupted is None:
                 raise
             raise interrupted from error
@@ -182,11 +178,12 @@ class RecordClaim(Claim):
             InvalidResult: The result can't be stored.
             WrongTransaction: The transaction of :meth:`finish` was rolled back.
         """
+        if self.is_of_parent():
+            return  # after a bare os.fork() the child also leaves the block
         if self.is_finished:
-            if not self.is_of_parent():
-                self.check_committed()
+            self.check_committed()
             return
-        if _count_own_sends() > self._sends_before and not self.is_of_parent():
+        if _count_own_sends() > self._sends_before:
             self.end()
             self.fail(Retry("The task has re-sent itself"))
             return
@@ -199,12 +196,20 @@ class RecordClaim(Claim):
 
     def fail(self, error: BaseException) -> None:
         """Record the end of work that raised an error, unless :meth:`finish` has recorded it."""
-        reason = describe_error(error)
-        recorded = self._record_failed(reason)
-        if recorded is False:
-            self.find_new_holder()
-        elif recorded and not isinstance(error, TaskPredicate):  # a retry is not yet a failure
-            self._emit(CLAIM_FAILED, error=reason)
+        reason, failed = describe_error(error), self._rows().failed().filter(token=self.token)
+        text = storable(reason)
+        try:
+            if self.end_by(lambda: self._end("failed", text), failed.exists, patient=False):
+                if not isinstance(error, TaskPredicate):  # a retry is not yet a failure
+                    self._emit(CLAIM_FAILED, error=reason)
+            elif not self.is_done(patient=False):
+                self.find_new_holder()
+        except DatabaseError as failure:
+            logger.warning(
+                "Could not record that %r failed; it is free when its lease is over: %s",
+                self.key,
+                describe_error(failure),
+            )
 
     def _take(self, holder: str) -> float | HeldLock | None:
         """
@@ -252,30 +257,9 @@ class RecordClaim(Claim):
         values = {"token": self.token, "result": result, "cursor": cursor, "keep": keep}
         return self.table.execute("end_record", self._row, state=state, error=error, **values)
 
-    def _record_failed(self, reason: str) -> bool | None:
-        """
-        Record the failure, unless finish() has ended the work.
-
-        Returns:
-            Whether it is recorded; False: the claim was lost; None: finish() has ended the work,
-            or the database does not answer.
-        """
-        written, failed = storable(reason), self._rows().failed().filter(token=self.token)
-        try:
-            if self.end_by(lambda: self._end("failed", written), failed.exists, patient=False):
-                return True
-            return None if self.is_done(patient=False) else False
-        except DatabaseError as error:
-            logger.warning(
-                "Could not record that %r failed; it is free when its lease is over: %s",
-                self.key,
-                describe_error(error),
-            )
-            return None
-
     def _emit(self, event: Event, **fields: Any) -> None:
-        task = get_current_task()
-        event.emit(Claim, key=self.key, task_id=None if task is None else task.request.id, **fields)
+        task_id = getattr(find_request(), "id", None)
+        event.emit(Claim, key=self.key, task_id=task_id, **fields)
 
 
 def _count_own_sends() -> int:
@@ -291,7 +275,9 @@ def _count_own_sends() -> int:
 
 def record_table(using: str | None = None) -> RecordTable:
     """Return the record table in database ``using``; None: the one the router writes to."""
-    return _cached_table(router.db_for_write(_record_model()) if using is None else using)
+    from ..models.idempotency import IdempotencyRecord  # needs the app registry
+
+    return _cached_table(router.db_for_write(IdempotencyRecord) if using is None else using)
 
 
 def forget_record(key: str, *, using: str | None = None) -> bool:

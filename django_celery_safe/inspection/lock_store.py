@@ -20,11 +20,10 @@ from django.db import DEFAULT_DB_ALIAS
 
 from .. import conf
 from ..exceptions import CelerySafeError, LockBackendError
-from ..foreign_errors import describe_error
 from ..leases.holder import describe_holder
 from ..locks.stores import USE_INSTEAD, get_store
 from ..locks.stores.base import LockRequest, Store
-from ..texts import printable
+from ..texts import describe_error, printable
 
 #: Stands before the id of a message, and is the tag of the checks.
 PREFIX: Final = "django_celery_safe"

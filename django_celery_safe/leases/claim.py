@@ -29,9 +29,9 @@ from ..exceptions import (
     InvalidResult,
     LockBackendError,
     WrongTransaction,
+    find_shutdown,
 )
-from ..foreign_errors import describe_error, find_shutdown
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
 from ..values import NotPlain, encode
 from .holder import HeldLock, describe_holder, encode_holder, holder_text

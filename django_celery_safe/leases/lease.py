@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Typ
 
 from .. import process
 from ..exceptions import CelerySafeError, LockBackendError
-from ..foreign_errors import describe_error
+from ..texts import describe_error
 from .holder import HeldLock
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from ..exceptions import (
     LockNotAcquired,
     WrongTransaction,
 )
-from ..foreign_errors import ExcInfo
 from ..leases.holder import HeldLock, describe_holder, holder_text, place_name, place_names
 from ..leases.lease import Lease, Renewal, clock
 from ..leases.renewer import renewer
@@ -148,10 +147,9 @@ class CacheLock:
                     f"Release it first, or take it once, in the outermost function that needs it."
                 )
             self._forget()
-        project = conf.given()
         if isinstance(seconds, conf.Unset):
-            seconds = float(conf.get("LOCK_TIMEOUT", project))
-        store = get_store(project)
+            seconds = float(conf.get("LOCK_TIMEOUT"))
+        store = get_store()
         store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
@@ -384,7 +382,7 @@ class CacheLock:
         self._mine.asked = False
         return self
 
-    def __exit__(self, *exc_info: *ExcInfo) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         lease = self.lease
         if lease is None:
             contender = self._mine.contender

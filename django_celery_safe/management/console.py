@@ -17,8 +17,7 @@ from django.utils.translation import override
 
 from .. import conf
 from ..exceptions import CelerySafeError
-from ..foreign_errors import describe_error
-from ..texts import duration, printable
+from ..texts import describe_error, duration, printable
 
 #: Columns of a terminal.
 WIDTH: Final = 80

@@ -22,7 +22,7 @@ from django.db import Error as DatabaseError
 from kombu.exceptions import KombuError, LimitExceeded, OperationalError
 from kombu.pools import ProducerPool
 
-from ..foreign_errors import describe_error
+from ..texts import describe_error
 
 if TYPE_CHECKING:
     from .capture import ChordCall, Message

@@ -35,11 +35,10 @@ from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued
 from ..delivery.endings import Outcome
 from ..delivery.header import Header, Kept, get_header
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
-from ..exceptions import ClaimLost, TaskPoisoned
-from ..foreign_errors import describe_error, find_soft_time_limit
+from ..exceptions import ClaimLost, TaskPoisoned, find_soft_time_limit
 from ..leases.holder import HeldLock, decode_holder
 from ..resuming.handing_over import HandedOver
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..values import decode
 from .capture import Captured, capture
 from .carried_claim import DATABASE_AWAY, MessageClaim, claim_message

@@ -12,9 +12,9 @@ from .. import conf
 from ..delivery.copies import resend_later
 from ..delivery.header import Header
 from ..exceptions import ConfigurationError
-from ..foreign_errors import describe_error
 from ..leases.claim import Claim
 from ..leases.lease import clock
+from ..texts import describe_error
 from .followed import NOTHING
 from .message_table import Claimed, MessageTable, message_table
 

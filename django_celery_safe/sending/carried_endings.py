@@ -17,9 +17,8 @@ from ..databases import Now
 from ..delivery.endings import Outcome
 from ..delivery.worker import in_background, is_dead_soon
 from ..events import MESSAGE_FAILED
-from ..foreign_errors import describe_error
 from ..leases.holder import HOST, HeldLock, decode_holder
-from ..texts import storable
+from ..texts import describe_error, storable
 from ..transactions import TRIES
 from .carried import end_run
 from .followed import Fault, fail_message, find_follower

@@ -12,8 +12,7 @@ from celery.worker.state import task_ready
 
 from ..compat import as_exception, fail_rejected, retries_after_death, send_task_failure
 from ..delivery.header import get_header
-from ..foreign_errors import describe_error
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 
 logger = get_logger(__name__)
 

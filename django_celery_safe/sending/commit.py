@@ -23,8 +23,7 @@ from kombu.utils.uuid import uuid
 
 from .. import conf
 from ..exceptions import ConfigurationError, WrongTransaction
-from ..foreign_errors import describe_error
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import Attempts, aliases_in_atomic, in_atomic
 from .arguments import serialize
 from .capture import Captured, capture

@@ -15,7 +15,8 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
 from ..delivery.header import Header
-from ..foreign_errors import find_soft_time_limit, text_of
+from ..exceptions import find_soft_time_limit
+from ..texts import text_of
 
 if TYPE_CHECKING:
     from ..stages.follower import StepFollower
@@ -39,7 +40,7 @@ class Fault(NamedTuple):
         error = find_soft_time_limit(error) or error
         # Celery also makes errors to report an event; these were never raised.
         trace = "".join(format_exception(error)) if error.__traceback__ else ""
-        return cls(type(error).__name__, text_of(error), trace)
+        return cls(type(error).__name__, text_of(error).strip(), trace)
 
     def __str__(self) -> str:
         return f"{self.type}: {self.text}".strip(": ")

@@ -17,8 +17,7 @@ from celery.canvas import maybe_signature
 from django.db import DEFAULT_DB_ALIAS
 from django.db import Error as DatabaseError
 
-from ..foreign_errors import describe_error
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from .outbox import UNTIL_DONE, is_ours, iter_leaves, task_wants_outbox
 
 logger = get_logger(__name__)

@@ -16,10 +16,9 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..databases import Now
-from ..foreign_errors import describe_error
 from ..leases.holder import HOST
 from ..pruning import BATCH, prune_some
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import lacks_table
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from ..concurrency.sent import seconds_until
 from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_untested
 from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError
-from ..foreign_errors import describe_error
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import OUR_TABLES, lacks_table
 from .capture import Captured, Message
 from .message_table import message_table

@@ -25,9 +25,9 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
-from ..foreign_errors import describe_error, find_interruption
+from ..exceptions import find_soft_time_limit
 from ..locks import HeldLock
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from .broker import (
     ONE_WAIT,
     BrokerGone,
@@ -148,7 +148,7 @@ class Publisher:
             raise
         except Exception as error:
             # kombu's batch wraps every error, even a soft time limit of the running task.
-            if (limit := find_interruption(error, outer)) is not None:
+            if (limit := find_soft_time_limit(error, outer)) is not None:
                 raise limit from error
             return False
 

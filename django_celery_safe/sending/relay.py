@@ -42,10 +42,9 @@ from ..events import (
     TASK_RELAYED,
 )
 from ..exceptions import ConfigurationError, LockBackendError
-from ..foreign_errors import describe_error
 from ..leases.holder import holder_text
 from ..leases.lease import clock
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
 from .followed import Fault, fail_message, find_follower

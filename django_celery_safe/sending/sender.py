@@ -23,10 +23,9 @@ from kombu.exceptions import OperationalError
 
 from .. import conf, queries
 from ..events import TASK_KEPT, TASK_KEPT_TOO, TASK_LOST, TASK_SENT
-from ..exceptions import CelerySafeError
-from ..foreign_errors import describe_error, find_interruption
+from ..exceptions import CelerySafeError, find_soft_time_limit
 from ..locks import HeldLock
-from ..texts import get_logger
+from ..texts import describe_error, get_logger
 from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Captured, Message
@@ -143,7 +142,7 @@ class Sender:
             self._record_failure(send, message, gone.error)
             return None
         except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
-            limit = find_interruption(error, outer)
+            limit = find_soft_time_limit(error, outer)
             self._limit = limit or self._limit
             self._record_failure(send, message, limit or error)
             return None

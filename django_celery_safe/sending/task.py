@@ -160,7 +160,7 @@ class SafeTaskMixin(Task[P, R]):
         # A captured message waits for its commit; a message that is re-sent must not wait.
         if resent is not None or waits:
             return self._send(call, resent, waits=waits)
-        outbox, wanted, warns = conf.get_each("OUTBOX", "SEND_ON_COMMIT", "WARN_IN_ATOMIC")
+        outbox, wanted, warns = map(conf.get, ("OUTBOX", "SEND_ON_COMMIT", "WARN_IN_ATOMIC"))
         if self._waits_for_commit(ours, outbox, wanted):
             return self._send_on_commit(call, ours)
         if warns and ours.get("send_on_commit") is not False and (opened := aliases_in_atomic()):

@@ -25,9 +25,9 @@ from ..databases import Now
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_RESUMED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted, IllegalTransition
-from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault, Held
+from ..texts import describe_error
 from ..transactions import MOST_KEYS, Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .entries import LONGEST_PARAMS

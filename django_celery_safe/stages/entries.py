@@ -196,7 +196,7 @@ def _check_layers(task: Any) -> bool:
     """Refuse layers that would end a message without its step; return whether it is a step."""
     found = layers(task.run)
     # The attribute is None for most tasks; before Celery 5.7 no task has it.
-    if getattr(task, "_dump_pydantic_arguments", True) is not None and has_models(task, found):
+    if getattr(task, "_dump_pydantic_arguments", True) is not None and has_models(found):
         raise InvalidEntry(
             f"has the task {task.name} with pydantic=True, which would read the params too early",
             "Leave that out, and make the model in the function: Album(**params).",

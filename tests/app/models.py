@@ -4,7 +4,6 @@ import uuid
 from typing import Any
 
 from django.db import models
-from django.db.models import F
 
 from django_celery_safe import IdempotentMixin
 
@@ -70,16 +69,6 @@ class Guest(IdempotentMixin, models.Model):
 
     class Meta:
         base_manager_name = "objects"
-
-
-class Meter(IdempotentMixin, models.Model):
-    """The database writes its first column itself."""
-
-    twice = models.GeneratedField(
-        expression=F("id") * 2, output_field=models.IntegerField(), db_persist=True
-    )
-    id = models.IntegerField(primary_key=True)
-    is_read = models.BooleanField(default=False)
 
 
 class Cover(models.Model):

@@ -160,7 +160,8 @@ def packed(*words: str) -> bytes:
 
 def ours_of_several() -> Candidate:
     """Return our lock of several holders, of which all but one hold it already."""
-    store = get_store({"LOCK_CACHE": "django-redis"})
+    keep_locks_in("django-redis")
+    store = get_store()
     for number in range(1, PLACES):
         # The same tokens each time: to ask again takes no other place.
         token = f"{number:0{TOKEN_LENGTH}}"

@@ -19,7 +19,7 @@ from django.db.transaction import Atomic
 
 from django_celery_safe import LockNotAcquired, WrongTransaction, transactions
 from django_celery_safe.idempotency.flags import _Once
-from tests.app.models import Account, Customer, Meter, Person
+from tests.app.models import Account, Customer, Person
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
 from tests.processes import (
@@ -356,10 +356,3 @@ def test_a_soft_time_limit_leaves_no_transaction_open(
         places.append(interruption.place)
     gc.collect()
     assert len(places) > 20
-
-
-def test_a_generated_column_is_not_written(sqlite_alias: str) -> None:
-    """Without row locks the block begins with a write, of a column that can be written."""
-    Meter.objects.using(sqlite_alias).create(pk=1)
-    with Meter.do_once(1, "is_read", using=sqlite_alias) as meter:
-        assert meter is not None

@@ -627,7 +627,7 @@ MUTATIONS = {
         ),
         M(
             "emitting:emit_in_background",
-            "_background.queue.put((emit, args))",
+            "_waiting.put((emit, args))",
             "emit(*args)",
             "a slow receiver of a signal delays the renewal of locks",
         ),

@@ -198,9 +198,7 @@ def test_what_is_given_back_is_due_again(alias: str) -> None:
 
 
 @pytest.mark.sql
-def test_what_was_sent_ends(
-    alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_sent_ends(alias: str, settings: Settings) -> None:
     """It is deleted, kept, or carried on, in one statement however many keys there are."""
     row = one_of_each(alias)
     everything, outbox = table(alias), message_table(alias)
@@ -210,11 +208,11 @@ def test_what_was_sent_ends(
     )
     assert due_in(alias, row["late"]) == in_about(60)
     assert set(keys(everything.sent())) == {row["late"], row["sent"]}
-    monkeypatch.setattr(settings, "DJANGO_CELERY_SAFE", {"RETENTION": {"sent": 60}})
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": 60}}
     outbox.record_sent(TOKEN, {row["early"]: Next(None)})
     kept = everything.get(pk=row["early"])
     assert (kept.state, kept.due_at, kept.ended_at, kept.error) == ("sent", None, None, "")
-    monkeypatch.undo()
+    settings.DJANGO_CELERY_SAFE = {}
     everything.update(token=TOKEN)
     outbox.record_sent(
         TOKEN, dict.fromkeys([*row.values(), *range(10**6, 10**6 + 5000)], Next(None))

@@ -62,14 +62,9 @@ OF_TENANT: Final = {"django_tenants.cache.make_key", "tenant_schemas.cache.make_
 MEMCACHED: Final = "django.core.cache.backends.memcached.BaseMemcachedCache"
 
 
-def get_store(project: Mapping[str, Any] | None = None) -> Store:
-    """
-    Return this process's store at the place that the settings name; threads may share it.
-
-    Args:
-        project: The project's settings dict; None: it is looked up.
-    """
-    project = conf.given() if project is None else project  # any alias is valid
+def get_store() -> Store:
+    """Return this process's store at the place that the settings name; threads may share it."""
+    project = conf.given()  # any alias is valid
     if (database := project.get("LOCK_DATABASE")) is not None:
         return _database_store(database)
     return _cache_store(project.get("LOCK_CACHE", DEFAULT_CACHE_ALIAS))

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from redis.exceptions import NoScriptError
 
 from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError
-from ...foreign_errors import describe_error
 from ...leases.holder import (
     PLACE,
     TOKEN_LENGTH,
@@ -41,6 +40,7 @@ from ...leases.holder import (
     split_place,
 )
 from ...leases.lease import Renewal, Renewals
+from ...texts import describe_error
 from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from redis import exceptions
 
 from ...exceptions import CelerySafeError, LockBackendError
-from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, plain_name, split_place
 from ...leases.lease import Renewals
+from ...texts import describe_error
 from .base import Store
 from .redis import LISTING, REFUSALS, Keys, RedisStore, client_of
 from .redis_connections import CLIENT_ERRORS, Pop
