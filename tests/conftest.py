@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import pytest
 from celery import Celery
@@ -24,6 +24,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.test import override_settings
 from model_bakery import baker
 from model_bakery.random_gen import gen_string
+from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import LeaseStore
@@ -50,9 +51,6 @@ from tests.tiers import pytest_collection_modifyitems as pytest_collection_modif
 from tests.tiers import pytest_sessionfinish as pytest_sessionfinish
 from tests.tiers import pytest_testnodedown as pytest_testnodedown
 from tests.tiers import start_counting, write_left_out
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker, Settings
 
 # Hundreds of programs are started: each would compile the package again, and each process of
 # pytest-xdist the tests.
@@ -266,7 +264,7 @@ def make_database(
     request: pytest.FixtureRequest,
     _databases: Databases,
     tmp_path: Path,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[MakeDatabase]:
     """
     Make migrated databases that exist until the test ends.
@@ -284,7 +282,7 @@ def make_module_database(
     request: pytest.FixtureRequest,
     _databases: Databases,
     tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[MakeDatabase]:
     """Make migrated databases as ``make_database`` does, that exist until the module ends."""
     folder = tmp_path_factory.mktemp("databases")
@@ -413,7 +411,7 @@ class UseBroker(Protocol):
 
 
 @pytest.fixture
-def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseBroker]:
+def use_broker(redis_server: RedisServer, settings: Settings) -> Iterator[UseBroker]:
     """Make the private Redis, emptied, the broker (database 1) and result backend (2)."""
     redis_server.flush()
 

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 from celery import Celery
@@ -12,6 +12,7 @@ from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 from model_bakery import baker
+from pytest_django import Settings
 
 from django_celery_safe.databases import Now
 from django_celery_safe.idempotency import records
@@ -31,9 +32,6 @@ from tests.app.models import Cover
 from tests.conftest import MakeDatabase
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 #: Makes so many rows of an age in a database, and returns their keys.
 Make = Callable[[str, int, timedelta], set[Any]]
@@ -123,7 +121,7 @@ each_table = pytest.mark.parametrize("name", ["failed", "orphaned", "runs"])
 
 
 @pytest.fixture(autouse=True)
-def _kept_for_a_week(settings: "Settings") -> None:
+def _kept_for_a_week(settings: Settings) -> None:
     """Keep rows of every kind for a week, unless a test says otherwise."""
     week = 7 * 24 * 3600
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": week, "failed": week}}
@@ -166,7 +164,7 @@ def test_a_relay_deletes_what_is_old(alias: str, broker: Celery) -> None:
 
 
 def test_a_relay_that_runs_now_and_then_deletes_what_is_old(
-    make_database: MakeDatabase, settings: "Settings", broker: Celery
+    make_database: MakeDatabase, settings: Settings, broker: Celery
 ) -> None:
     """relay_outbox and ``relay --once`` delete old rows in the databases of all outboxes."""
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
@@ -178,7 +176,7 @@ def test_a_relay_that_runs_now_and_then_deletes_what_is_old(
         assert [keys(alias) for alias in aliases] == [set(), set()]
 
 
-def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "Settings") -> None:
+def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: Settings) -> None:
     """No relay deletes rows then, except records with an expiry of their own."""
     settings.DATABASE_ROUTERS = []
     settings.DJANGO_CELERY_SAFE = {"RETENTION": None}

@@ -44,9 +44,6 @@ many = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 # Equal values.
 
 

@@ -54,17 +54,15 @@ def key_of(name: str) -> str:
     return str(cache.make_key(f"celery_safe:lock:{name}"))
 
 
-def wait_and_release(name: str, blocking_timeout: float | None = None) -> bool:
+def wait_and_release(name: str) -> bool:
     """Take a lock when it is free, and give it back."""
-    lock = cache_lock(name, blocking_timeout=blocking_timeout)
+    lock = cache_lock(name, blocking_timeout=None)
     return lock.acquire() and lock.release()
 
 
-def start_waiting(
-    pool: ThreadPoolExecutor, server: RedisServer, name: str, blocking_timeout: float | None = None
-) -> "Future[bool]":
+def start_waiting(pool: ThreadPoolExecutor, server: RedisServer, name: str) -> "Future[bool]":
     """Have another thread wait for a lock that is held; it waits when this returns."""
-    waiting = pool.submit(wait_and_release, name, blocking_timeout)
+    waiting = pool.submit(wait_and_release, name)
     wait_for_waiters(server, 1)
     return waiting
 

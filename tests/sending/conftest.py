@@ -4,7 +4,7 @@ import gc
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Protocol
 
 import pytest
@@ -115,6 +115,16 @@ def silent() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         yield server
+
+
+def count_calls(server: socket.socket) -> int:
+    """Return how often somebody connected to a listening socket since the last time."""
+    number = 0
+    with suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            number += 1
+    return number
 
 
 @contextmanager

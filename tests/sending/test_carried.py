@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from billiard.exceptions import WorkerLostError
@@ -19,6 +19,7 @@ from celery.signals import after_task_publish, task_received, task_rejected, tas
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import ContentDisallowed
+from pytest_django import Settings
 
 from django_celery_safe import (
     ClaimLost,
@@ -55,9 +56,6 @@ from tests.listening import receiving
 from tests.processes import dead_port
 from tests.sending.carrying import Body, Carried, leave_dead, lose_commit
 from tests.sending.conftest import hearing
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
 NO_PROCESS = 2**22 + 1
@@ -139,7 +137,7 @@ def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
 
 
 def test_messages_of_what_is_done_or_discarded_do_nothing(
-    carried: Carried, settings: "Settings"
+    carried: Carried, settings: Settings
 ) -> None:
     """With a retention a done row is kept, and can't be retried."""
     other = carried.send(2)
@@ -248,7 +246,7 @@ def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried, is_closed: boo
 
 @pytest.mark.parametrize(("retention", "end"), [(0, None), (60, None), (0, ValueError())])
 def test_a_run_that_lost_its_claim_leaves_the_row_alone(
-    carried: Carried, settings: "Settings", retention: int, end: Exception | None
+    carried: Carried, settings: Settings, retention: int, end: Exception | None
 ) -> None:
     """Another run has it, and has not ended; without its row it would be lost with its process."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": retention}}
@@ -742,7 +740,7 @@ def test_a_failure_that_can_not_be_recorded(
     assert carried.row.state == "running"
 
 
-def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Settings") -> None:
+def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: Settings) -> None:
     """outbox="until_done" is understood wherever outbox=True is; anything else is an error."""
     task = carried.make_task("tests.plain", outbox=None)
     sends: list[Callable[[], Any]] = [

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.exceptions import TimeoutError as TimeIsOver
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
@@ -20,9 +21,6 @@ from tests.interruption import Interruption
 from tests.sending.conftest import ids, rolled_back
 from tests.sending.published import Published, ids_in
 from tests.servers.databases import without_autocommit
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -206,7 +204,7 @@ def test_the_task_option_defers_plain_sends(
     assert set(messages) <= {*ids_in(result), result.id}
 
 
-def test_the_setting_defers_plain_sends(sent: Sent, settings: "Settings") -> None:
+def test_the_setting_defers_plain_sends(sent: Sent, settings: Settings) -> None:
     """SEND_ON_COMMIT does it for every SafeTask that does not say otherwise."""
     with transaction.atomic():
         undecided.delay(1)
@@ -230,7 +228,7 @@ NOW: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("send", NOW.values(), ids=NOW)
 def test_one_call_can_say_now(
-    send: Callable[[], Any], sent: Sent, settings: "Settings", caplog: pytest.LogCaptureFixture
+    send: Callable[[], Any], sent: Sent, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """send_on_commit=False sends inside atomic(), whatever the task and settings say."""
     settings.DJANGO_CELERY_SAFE = {
@@ -271,7 +269,7 @@ def replacing(self: Any) -> Any:
 def test_a_run_that_goes_on_is_sent_in_spite_of_the_rollback(
     function: Callable[..., Any],
     mailbox: Mailbox,
-    settings: "Settings",
+    settings: Settings,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What else it sent is dropped; its retry or replacement goes out, and no warning tells so."""

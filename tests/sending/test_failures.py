@@ -14,9 +14,8 @@ from django_celery_safe import send_on_commit
 from django_celery_safe.signals import task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, refusing
+from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, refusing
 from tests.sending.published import Published, ids_in
-from tests.sending.relaying import count_calls
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group, shared_task
@@ -12,6 +12,7 @@ from celery.signals import after_task_publish
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import OperationalError
+from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
@@ -33,9 +34,6 @@ from tests.listening import receiving
 from tests.processes import dead_port
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, rolled_back
 from tests.sending.published import Published, ids_in
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -275,7 +273,7 @@ def test_eager_tasks_need_no_row(broker: Celery) -> None:
     ],
 )
 def test_argument_beats_attribute_beats_setting(
-    setting: bool | None, send: Callable[[], Any], count: int, sent: Sent, settings: "Settings"
+    setting: bool | None, send: Callable[[], Any], count: int, sent: Sent, settings: Settings
 ) -> None:
     """
     The first of them that says anything decides; without a word there is no row.
@@ -371,7 +369,7 @@ def test_what_belongs_to_the_apps_own_broker_is_fine(broker: Celery, sent: Sent)
     assert rows() == []
 
 
-def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: "Settings") -> None:
+def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: Settings) -> None:
     """With a retention a row says when it was sent, and nobody sends it again."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": None}, "OUTBOX_SEND_TIMEOUT": 30}
     with transaction.atomic(using=alias):

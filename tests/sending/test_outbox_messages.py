@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -22,6 +22,7 @@ from celery.canvas import Signature
 from celery.signals import after_task_publish
 from django.db import connections, transaction
 from kombu import Exchange, Queue, binding
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
@@ -34,9 +35,6 @@ from tests.sending.conftest import hearing
 from tests.sending.published import Published, run_here
 from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
 from tests.servers import RedisServer
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 #: Seconds until a result must be there.
 PATIENCE = 60
@@ -180,7 +178,7 @@ def make_line(
     queues: Queues,
     redis_server: RedisServer,
     redis_cache_settings: MakeRedisCache,
-    settings: "Settings",
+    settings: Settings,
     sqlite_alias: str,
 ) -> Iterator[MakeLine]:
     """Make what a test sends through, with locks in Redis; leave nothing of it on the broker."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from celery import Celery, chord, shared_task
@@ -21,6 +21,7 @@ from django.db import IntegrityError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu import Queue
 from kombu.exceptions import OperationalError
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
@@ -40,9 +41,6 @@ from tests.sending.conftest import MakeApp, hearing, ids
 from tests.sending.published import Published, take_published
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 Sent = Callable[[], list[Published]]
 
@@ -74,13 +72,11 @@ def dying_sender(alias: str) -> Iterator[None]:
         connections[alias].run_on_commit.clear()
 
 
-def leave(
-    alias: str, count: int = 1, task: Any = add, *, outbox: Any = True, **options: Any
-) -> list[str]:
+def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
     with dying_sender(alias):
         results = [
-            task.apply_async_on_commit((number,), using=alias, outbox=outbox, **options)
+            task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
             for number in range(count)
         ]
     make_due(alias)
@@ -295,7 +291,7 @@ def test_a_killed_relay_is_no_duplicate_of_itself(
     times: int,
     alias: str,
     sent: Sent,
-    settings: "Settings",
+    settings: Settings,
     redis_cache_settings: MakeRedisCache,
 ) -> None:
     """Killed between the claim of a message's lock and its deletion: it is sent again."""
@@ -351,7 +347,6 @@ class CountingApp(NamedTuple):
 
     app: Celery
     server: RedisServer
-    conf: dict[str, Any]
 
     def told(self) -> list[str]:
         """Return what the backend was told, in order."""
@@ -377,10 +372,9 @@ class CountingApp(NamedTuple):
 def make_counting(make_app: MakeApp, redis_server: RedisServer) -> Callable[..., CountingApp]:
     """Make an app whose result backend is of a class of this module, and may be slow."""
 
-    def make(kind: type[CountingBackend], **more: Any) -> CountingApp:
+    def make(kind: type[CountingBackend]) -> CountingApp:
         backend = f"{__name__}.{kind.__name__}+{redis_server.database_url(2)}"
-        conf = {"result_backend": backend, **more}
-        return CountingApp(make_app(**conf), redis_server, conf)
+        return CountingApp(make_app(result_backend=backend), redis_server)
 
     return make
 
@@ -566,7 +560,7 @@ def test_a_project_that_autodiscovers_has_the_task() -> None:
 
 
 def test_the_task_relays_all_outboxes(
-    make_database: MakeDatabase, alias: str, sent: Sent, settings: "Settings"
+    make_database: MakeDatabase, alias: str, sent: Sent, settings: Settings
 ) -> None:
     """It sends what is due in every database that has the table, and returns how many."""
     from django_celery_safe.tasks import relay_outbox

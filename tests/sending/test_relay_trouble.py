@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 import pytest
@@ -18,6 +18,7 @@ from celery import Celery, chord, group
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
 from psycopg import sql
+from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
@@ -46,9 +47,6 @@ from tests.sending.test_relay import (
 )
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer, Server
 from tests.servers.databases import registered
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 Sent = Callable[[], list[Published]]
 
@@ -487,7 +485,7 @@ def test_what_a_relay_did_not_reach_is_given_back(
     outbox: str,
     redis_server: RedisServer,
     sent: Sent,
-    settings: "Settings",
+    settings: Settings,
     redis_cache_settings: MakeRedisCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -627,7 +625,7 @@ def test_a_database_without_autocommit_is_refused(outbox: str) -> None:
 
 
 def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
-    make_database: MakeDatabase, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
+    make_database: MakeDatabase, sent: Sent, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shipped task relays the outboxes that it can, and fails all the same."""
     from django_celery_safe.tasks import relay_outbox
@@ -663,7 +661,7 @@ def test_only_those_wait_that_need_what_is_gone(
     own_redis: RedisServer,
     redis_server: RedisServer,
     make_app: MakeApp,
-    settings: "Settings",
+    settings: Settings,
 ) -> None:
     """A chord of unique tasks needs both, and holds up none that needs only the other of them."""
     urls = {

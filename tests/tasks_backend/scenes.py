@@ -51,12 +51,6 @@ class ByHand:
         """Return the only message that was sent since the last time."""
         return self.mailbox.take_one()
 
-    def relay(self) -> None:
-        """Send what is due, as a relay does."""
-        relay = Relay(self.alias)
-        while relay.relay_batch():
-            pass
-
     def enqueue_and_run(self, task: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a task that was enqueued, and delivered once."""
         result = task.enqueue(*args, **kwargs)

@@ -47,13 +47,6 @@ def keep(values: object, journal: str) -> object:
     return note.run(journal, "kept", values)
 
 
-@shared_task(base=SafeTask)
-def fail(journal: str) -> None:
-    """Raise something."""
-    note.run(journal, "failed")
-    raise KeyError(journal)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
     """One worker with two children for the module; locks, broker and results are in Redis."""

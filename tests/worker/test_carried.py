@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import chain, shared_task
 from celery.canvas import Signature
 from django.test import override_settings
+from pytest_django import DjangoDbBlocker
 
 from django_celery_safe import SafeTask, send_on_commit
 from django_celery_safe.models import OutboxMessage
@@ -31,9 +32,6 @@ from tests.versions import IS_CELERY_57
 from tests.worker import carried_tasks as tasks
 from tests.worker.brokers import app_on_broker, result_state
 from tests.worker.rooms import Room
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
 
 #: Seconds until something must have happened for which a lease of 2 s has to be over.
 PATIENCE = 40
@@ -138,7 +136,7 @@ def scene(
     postgres_server: object,
     _databases: Databases,
     tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[Scene]:
     """An outbox in PostgreSQL, either broker, and results and locks in the private Redis."""
     broker: Server = request.getfixturevalue(f"{request.param}_server")

@@ -15,27 +15,23 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from celery.exceptions import NotRegistered
+from pytest_django import DjangoDbBlocker
 
 from django_celery_safe import find_lock
 from tests.app.celery import app, tell_workers
 from tests.conftest import require
 from tests.processes import CeleryWorker, wait_for
-from tests.servers import RabbitMQServer, RedisServer
+from tests.servers import RabbitMQServer, RedisServer, ServerPool
 from tests.servers.databases import Databases
 from tests.versions import IS_CELERY_57
 from tests.worker import event_tasks
 from tests.worker.brokers import app_on_broker
 from tests.worker.event_tasks import COUNTDOWN, SHORT_LEASE, act, make_task
 from tests.worker.rooms import Room
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
-
-    from tests.servers import ServerPool
 
 #: Seconds until what happens at once must have happened; far less than any lease.
 SOON = 15
@@ -467,7 +463,7 @@ def stage(
     redis_server: RedisServer,
     _databases: Databases,
     tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[CeleryWorker]:
     """
     One worker for all rows that need none of their own.
