@@ -212,6 +212,12 @@ def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
 
 
 @pytest.fixture
+def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+    """Locks live in the private Redis that tests share, emptied, by django-redis."""
+    settings.CACHES = redis_cache_settings("django-redis")
+
+
+@pytest.fixture
 def cluster_cache_settings(redis_cluster: RedisClusterServer) -> Callable[..., CacheSettings]:
     """Make CACHES for the private cluster, by django-redis; it is emptied before the test."""
     redis_cluster.flush()
@@ -426,7 +432,11 @@ def use_broker(redis_server: RedisServer, settings: Settings) -> Iterator[UseBro
 
 @contextmanager
 def app_on_redis(
-    server: RedisServer, locks: RedisCacheKind = "django-redis", **transport_options: Any
+    server: RedisServer,
+    locks: RedisCacheKind = "django-redis",
+    *,
+    broker: Server | None = None,
+    **transport_options: Any,
 ) -> Iterator[None]:
     """
     Have locks, broker (database 1) and results (2) of our app and of its workers in a Redis.
@@ -434,21 +444,26 @@ def app_on_redis(
     Args:
         server: The Redis, which is emptied before.
         locks: The backend of the cache that holds the locks.
+        broker: A RabbitMQ that is the broker instead.
         transport_options: Those of kombu, such as ``visibility_timeout``.
     """
     server.flush()
     caches = {"default": {"BACKEND": REDIS_BACKENDS[locks], "LOCATION": server.url}}
-    with override_settings(CACHES=caches, **_connect_app(server, transport_options)):
+    with override_settings(CACHES=caches, **_connect_app(server, transport_options, broker)):
         try:
             yield
         finally:
             app.conf.update(broker_transport_options={})
+            forget_first_use()
 
 
-def _connect_app(server: RedisServer, transport_options: dict[str, Any]) -> dict[str, Any]:
+def _connect_app(
+    server: RedisServer, transport_options: dict[str, Any], broker: Server | None = None
+) -> dict[str, Any]:
     """Let our app use a Redis; return the settings by which a worker uses it too."""
+    on_redis = not isinstance(broker, RabbitMQServer)
     chosen = {
-        "broker_url": server.database_url(1),
+        "broker_url": server.database_url(1) if on_redis else broker.url,
         "result_backend": server.database_url(2),
         "broker_transport_options": transport_options,
     }

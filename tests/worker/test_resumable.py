@@ -18,7 +18,6 @@ from tests.worker import carried_tasks as tasks
 from tests.worker.rooms import Room
 from tests.worker.test_carried import PATIENCE, Scene, deaths
 from tests.worker.test_carried import relay as relay
-from tests.worker.test_carried import room as room
 from tests.worker.test_carried import scene as scene
 
 
@@ -42,7 +41,7 @@ def test_a_killed_child_loses_its_open_chunk(scene: Scene, room: Room) -> None:
     """Each row is written to once; three deaths with a chunk between them are none too many."""
     with scene.worker("killed", size=1):
         task_id = begin(scene, room, "killed")
-        os.kill(room.runs()[-1]["pid"], signal.SIGKILL)
+        room.kill_run()
         room.until(lambda: len(room.journal.entries("there")) == 2, "not again", PATIENCE)
         assert sum(written(scene.alias).values()) == 3
         assert scene.row(task_id).progress == "3/10"
