@@ -28,7 +28,7 @@ from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import database, get_store, redis
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.database import DatabaseStore
-from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
+from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase, MakeRedisCache, require
@@ -93,16 +93,6 @@ def test_several_memcached_servers_are_refused(settings: Settings) -> None:
     settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
     with pytest.raises(ConfigurationError, match=r"one of its several servers.*alias with one"):
         cache_lock("x").acquire()
-
-
-def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -> None:
-    """A worker pool of several processes can't share locks in LocMemCache."""
-    set_pool_processes(4)
-    try:
-        with pytest.raises(ConfigurationError, match=r"4 processes.*--pool=threads"):
-            cache_lock("x").acquire()
-    finally:
-        set_pool_processes(1)
 
 
 def test_an_unknown_lock_database_is_named(settings: Settings) -> None:
