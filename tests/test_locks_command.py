@@ -12,12 +12,13 @@ from typing import Any, Final
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import HeldLock, cache_lock, find_lock, iter_locks
+from django_celery_safe import HeldLock, cache_lock, iter_locks
 from django_celery_safe.leases.holder import Holder, describe_arguments
 from django_celery_safe.locks.stores import get_store, local
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests import commands
 from tests.conftest import MakeRedisCache
+from tests.locks.renewals import get_lock
 from tests.processes import dead_port
 from tests.terminal import answer
 
@@ -66,9 +67,7 @@ def take(
         by = Holder("web1", 4711, time.time() - age)._replace(**holder)
     outcome = get_store().take(LockRequest(name, uuid.uuid4().hex, left, by))
     assert isinstance(outcome, Acquired)
-    lock = find_lock(name)
-    assert lock is not None
-    return lock
+    return get_lock(name)
 
 
 @pytest.mark.parametrize(

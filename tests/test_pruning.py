@@ -32,6 +32,7 @@ from tests.app.models import Cover
 from tests.conftest import MakeDatabase
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
+from tests.statements import at_statement
 
 #: Makes so many rows of an age in a database, and returns their keys.
 Make = Callable[[str, int, timedelta], set[Any]]
@@ -273,18 +274,13 @@ def test_what_is_used_again_meanwhile_stays(alias: str) -> None:
     """A record that is claimed between the look and the deletion is not deleted."""
     (pk,) = make_orphaned(alias, 1, YEAR)
     record = IdempotencyRecord.objects.using(alias).filter(pk=pk)
-    asked: list[str] = []
 
-    def claim(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        result = execute(sql, params, many, context)
-        if sql.startswith("SELECT") and not asked:
-            asked.append(sql)
-            record.update(ends_at=Now() + DAY)
-        return result
+    def claim() -> None:
+        record.update(ends_at=Now() + DAY)
 
-    with connections[alias].execute_wrapper(claim):
+    with at_statement(alias, "SELECT", claim, after=True, times=1) as met:
         assert prune_some(OLD["orphaned"].find(alias), 10, 10) is False
-    assert asked
+    assert met
     assert record.exists()
 
 

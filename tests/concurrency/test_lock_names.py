@@ -4,16 +4,11 @@ from typing import Any
 
 import pytest
 
-from django_celery_safe import (
-    ConfigurationError,
-    SafeTask,
-    find_lock,
-    release_lock,
-    single_instance,
-)
+from django_celery_safe import ConfigurationError, SafeTask, release_lock, single_instance
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
+from tests.locks.renewals import get_lock
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -40,9 +35,7 @@ def test_a_task_names_the_lock_of_a_call(key: Any, bind: bool, mailbox: Mailbox)
     assert held_names() == [f"sent:{name}"]
     assert mailbox.deliver(mailbox.take_one()).value == sorted([name, f"sent:{name}"])
     task.delay(year=2026)
-    lock = find_lock(f"sent:{task.lock_name(2026)}")
-    assert lock is not None
-    assert release_lock(lock)
+    assert release_lock(get_lock(f"sent:{task.lock_name(2026)}"))
     assert task.delay(2026).is_duplicate is False
 
 

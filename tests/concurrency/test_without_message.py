@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from celery import Task, shared_task
 
-from django_celery_safe import AlreadyRunning, SafeTask, find_lock, single_instance
+from django_celery_safe import AlreadyRunning, SafeTask, single_instance
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import KINDS, held_names, make_task
+from tests.locks.renewals import get_lock
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -77,9 +78,7 @@ def test_a_conflict_is_skipped(call: Callable[..., Any], mailbox: Mailbox) -> No
     with held_by(f"{task.name}:7", task_id="first") as lock:
         assert call(task, 7) is None
         assert call(task, 8) == [f"{task.name}:7", f"{task.name}:8"]
-        found = find_lock(lock.name)
-        assert found is not None
-        assert found.token == lock.token
+        assert get_lock(lock.name).token == lock.token
 
 
 @pytest.mark.parametrize(

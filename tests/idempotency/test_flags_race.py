@@ -31,7 +31,7 @@ from tests.processes import (
     wait_for,
 )
 from tests.servers import PostgresServer
-from tests.servers.databases import DatabaseKind, waits_for_a_lock, without_autocommit
+from tests.servers.databases import DatabaseKind, until_somebody_waits, without_autocommit
 
 ROWS = 20
 #: How long SQLite waits for its turn, s: it lets waiters in by chance, not in order.
@@ -253,11 +253,7 @@ def serve_until_killed(alias: str, model: str) -> None:
     ("guarantee", "level"), [("at_least_once", "REPEATABLE_READ"), ("at_most_once", "SERIALIZABLE")]
 )
 def test_stricter_isolation_makes_no_error_of_a_wait(
-    guarantee: Any,
-    level: str,
-    postgres_alias: str,
-    postgres_server: PostgresServer,
-    monkeypatch: pytest.MonkeyPatch,
+    guarantee: Any, level: str, postgres_alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waited for another, however long, finds the work done at each isolation level."""
     now = [0.0]
@@ -268,7 +264,7 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
         with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
             assert person is not None
             second = pool.submit(is_ours, postgres_alias, guarantee)
-            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
+            until_somebody_waits(postgres_alias)
             now[0] += 3600
         assert second.result() is False
 

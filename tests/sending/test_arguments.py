@@ -13,11 +13,9 @@ from kombu.exceptions import EncodeError
 from django_celery_safe import NotSerializable, SafeTask, send_on_commit
 from tests.app.celery import app
 from tests.app.models import Person
-from tests.sending.published import Published
+from tests.sending.published import Sent
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 
 @shared_task(base=SafeTask)

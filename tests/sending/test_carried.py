@@ -3,8 +3,8 @@
 import asyncio
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -54,8 +54,9 @@ from tests.concurrency.mailbox import Message, end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.carrying import Body, Carried, leave_dead, lose_commit
+from tests.sending.carrying import Carried, leave_dead, lose_commit
 from tests.sending.conftest import hearing
+from tests.statements import at_statement, raising
 
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
 NO_PROCESS = 2**22 + 1
@@ -68,15 +69,6 @@ class Unspeakable(Exception):
 
     def __str__(self) -> str:
         raise ValueError("no words")
-
-
-def raising(error: BaseException) -> Body:
-    """Return a function that raises, such as a task's body."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise error
-
-    return fail
 
 
 def retry_once(task: Any, number: int = 0) -> int:
@@ -583,14 +575,9 @@ def test_a_soft_time_limit_after_the_end_was_committed(
 
 def test_a_soft_time_limit_right_after_the_end_was_written(carried: Carried) -> None:
     """The task is done, as its row says, and its result is stored."""
-
-    def interrupt(execute: Any, sql: str, *more: Any) -> Any:
-        answer = execute(sql, *more)
-        if sql.startswith("DELETE"):
-            raise SoftTimeLimitExceeded
-        return answer
-
-    with connections[carried.alias].execute_wrapper(interrupt), hearing(claim_lost) as told:
+    interrupt = raising(SoftTimeLimitExceeded())
+    written = at_statement(carried.alias, "DELETE", interrupt, after=True)
+    with written, hearing(claim_lost) as told:
         assert carried.mailbox.deliver(carried.send(1)) == ("SUCCESS", 1)
     assert told == []
     assert not carried.rows.exists()
@@ -688,17 +675,9 @@ def test_a_begun_task_does_not_wait_for_a_later_message(carried: Carried, until:
     assert task.apply_async_on_commit((3,), using=carried.alias).is_duplicate
 
 
-@contextmanager
-def refusing(carried: Carried, begin_of_sql: str) -> Iterator[None]:
+def refusing(carried: Carried, begin_of_sql: str) -> Any:
     """Let the database refuse the statements that begin so."""
-
-    def refuse(execute: Any, sql: str, *args: Any) -> Any:
-        if sql.startswith(begin_of_sql):
-            raise DataError("refused")
-        return execute(sql, *args)
-
-    with connections[carried.alias].execute_wrapper(refuse):
-        yield
+    return at_statement(carried.alias, begin_of_sql, raising(DataError("refused")))
 
 
 def test_a_claim_or_an_end_that_the_database_refuses(carried: Carried) -> None:

@@ -19,12 +19,10 @@ from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
 from tests.sending.conftest import ids, rolled_back
-from tests.sending.published import Published, ids_in
+from tests.sending.published import Sent, ids_in
 from tests.servers.databases import without_autocommit
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 #: The names of the package's context variables begin with this.
 PREFIX = "django_celery_safe_"

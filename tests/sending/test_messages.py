@@ -17,12 +17,10 @@ from django_celery_safe.sending.publisher import DELAYED
 from tests.app.celery import app
 from tests.app.tasks import add, note, total
 from tests.sending.conftest import MakeApp
-from tests.sending.published import Published, ids_in
+from tests.sending.published import Sent, ids_in
 from tests.sending.queued import comparable
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 
 class CustomerStamp(StampingVisitor):

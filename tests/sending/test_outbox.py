@@ -32,14 +32,10 @@ from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, rolled_back
-from tests.sending.published import Published, ids_in
+from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, hearing, ids, rolled_back
+from tests.sending.published import Sent, ids_in
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
-
-TABLE = OutboxMessage._meta.db_table
 
 
 @shared_task(base=SafeTask, outbox=True)

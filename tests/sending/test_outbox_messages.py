@@ -20,18 +20,16 @@ from amqp import PreconditionFailed
 from celery import Celery, _state, chain, chord, shared_task
 from celery.canvas import Signature
 from celery.signals import after_task_publish
-from django.db import connections, transaction
+from django.db import transaction
 from kombu import Exchange, Queue, binding
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
-from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
-from tests.conftest import MakeRedisCache
 from tests.processes import wait_for
-from tests.sending.conftest import hearing
+from tests.sending.conftest import dying_sender, hearing, make_due
 from tests.sending.published import Published, run_here
 from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
 from tests.servers import RedisServer
@@ -58,15 +56,6 @@ def special(*args: Any) -> None:
 @shared_task(name="tests.sending.plain_celery")
 def plain_celery(*args: Any) -> None:
     """Have Celery's own base."""
-
-
-@contextmanager
-def never_published(alias: str) -> Iterator[None]:
-    """Commit what is sent inside, and die, as it were, before it is published; it is due then."""
-    with transaction.atomic(using=alias):
-        yield
-        connections[alias].run_on_commit.clear()
-    OutboxMessage.objects.using(alias).pending().update(due_at=Now() - timedelta(seconds=1))
 
 
 @dataclass(frozen=True)
@@ -128,10 +117,11 @@ class Line:
 
     def keep(self) -> Any:
         """Send into the outbox, where it stays."""
-        with never_published(self.alias):
-            return send_on_commit(
-                self.kind.make(), using=self.alias, outbox=True, **self.kind.options
-            )
+        kind = self.kind
+        with dying_sender(self.alias):
+            result = send_on_commit(kind.make(), using=self.alias, outbox=True, **kind.options)
+        make_due(self.alias)
+        return result
 
     def relay(self) -> int:
         """Relay all that is due, and return how many messages that were."""
@@ -175,14 +165,9 @@ on_rabbitmq = pytest.mark.parametrize("queues", ["rabbitmq"], indirect=True)
 
 @pytest.fixture
 def make_line(
-    queues: Queues,
-    redis_server: RedisServer,
-    redis_cache_settings: MakeRedisCache,
-    settings: Settings,
-    sqlite_alias: str,
+    queues: Queues, redis_server: RedisServer, in_redis: None, settings: Settings, sqlite_alias: str
 ) -> Iterator[MakeLine]:
     """Make what a test sends through, with locks in Redis; leave nothing of it on the broker."""
-    settings.CACHES = redis_cache_settings("django-redis")
     # On a loaded machine RabbitMQ may answer later than in 2 s: it would be asked once more.
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
     before = _state._tls.current_app  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ from pytest_django import Settings
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay
-from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import relay as relay_module
@@ -34,17 +33,14 @@ from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
 from tests.app.tasks import add, total
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase
 from tests.listening import receiving
 from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
-from tests.sending.conftest import MakeApp, hearing, ids
-from tests.sending.published import Published, take_published
+from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, make_due, table
+from tests.sending.published import Sent, take_published
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
 
-Sent = Callable[[], list[Published]]
-
-TABLE = OutboxMessage._meta.db_table
 RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
 
@@ -52,24 +48,6 @@ RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 @single_instance(key="{number}", unique_until="end")
 def unique(number: int) -> None:
     """Be sent once until it ends."""
-
-
-def table(alias: str) -> OutboxMessages:
-    """Return all rows of a database."""
-    return OutboxMessage.objects.using(alias)
-
-
-def make_due(alias: str) -> None:
-    """Let all that is pending be due now."""
-    table(alias).pending().update(due_at=Now() - timedelta(seconds=1))
-
-
-@contextmanager
-def dying_sender(alias: str) -> Iterator[None]:
-    """Commit what the block sends, as a process that is killed before it publishes it."""
-    with transaction.atomic(using=alias):
-        yield
-        connections[alias].run_on_commit.clear()
 
 
 def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
@@ -287,15 +265,9 @@ def relay_and_die(alias: str, point: str) -> None:
 @pytest.mark.sql
 @pytest.mark.parametrize(("point", "times"), [("put", 1), ("_record_sent", 2)])
 def test_a_killed_relay_is_no_duplicate_of_itself(
-    point: str,
-    times: int,
-    alias: str,
-    sent: Sent,
-    settings: Settings,
-    redis_cache_settings: MakeRedisCache,
+    point: str, times: int, alias: str, sent: Sent, in_redis: None
 ) -> None:
     """Killed between the claim of a message's lock and its deletion: it is sent again."""
-    settings.CACHES = redis_cache_settings("django-redis")
     (wanted,) = leave(alias, task=unique)
     with (
         start_in_process(relay_and_die, alias, point) as relay,

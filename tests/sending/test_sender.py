@@ -23,8 +23,6 @@ from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage
-from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import broker as broker_module
 from django_celery_safe.sending import sender as sender_module
 from django_celery_safe.sending.relay import Relay
@@ -34,20 +32,11 @@ from tests.app.tasks import add
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port, start_in_process, wait_for
-from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, ids
-from tests.sending.published import Published
+from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, count_calls, hearing, ids, table
+from tests.sending.published import Sent
 from tests.servers import RedisServer, Server
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
-
-TABLE = OutboxMessage._meta.db_table
-
-
-def table(alias: str) -> OutboxMessages:
-    """Return all rows of a database."""
-    return OutboxMessage.objects.using(alias)
 
 
 def keep(number: int, using: str, task: Any = add, **options: Any) -> Any:

@@ -16,11 +16,10 @@ from django_celery_safe.events import SENT_IN_ATOMIC
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
 from tests.sending.conftest import take_records
-from tests.sending.published import Published
+from tests.sending.published import Sent
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-Sent = Callable[[], list[Published]]
 Warned = Callable[[], list[logging.LogRecord]]
 
 ON = {"WARN_IN_ATOMIC": True}

@@ -13,12 +13,10 @@ from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.delivery.header import HEADER
 from tests.app.tasks import add, total
 from tests.sending.conftest import hearing
-from tests.sending.published import Published
+from tests.sending.published import Sent
 from tests.sending.queued import without
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 CANVASES: dict[str, tuple[Callable[[], Signature[Any]], int]] = {
     "chain": (lambda: chain(add.s(1), add.s(2)), 1),

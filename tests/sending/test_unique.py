@@ -29,18 +29,16 @@ from tests.app.celery import app
 from tests.app.tasks import add
 from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache
+from tests.conftest import REDIS_BACKENDS
 from tests.contract.conftest import use_store
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
-from tests.sending.published import Published, ids_in
+from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
 
 __all__ = ["use_store"]
 
-pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("in_redis")]
 
 #: Seconds that a test may take between a send and a look at its lock.
 SLACK = 15
@@ -69,12 +67,6 @@ def alone(number: int) -> None:
 @single_instance(key="{number}", unique_until="end")
 def plain(number: int) -> None:
     """Have Celery's own base, which knows of no lock at the send."""
-
-
-@pytest.fixture(autouse=True)
-def locks(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
-    """Locks are in the private Redis, emptied."""
-    settings.CACHES = redis_cache_settings("django-redis")
 
 
 def lock_of(number: int, task: Any = once) -> HeldLock | None:
