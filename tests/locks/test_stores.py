@@ -36,31 +36,34 @@ from tests.locks.renewals import get_lock
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
-REFUSED = {
-    "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
-    "django.core.cache.backends.db.DatabaseCache": "taken again in between",
-    "django.core.cache.backends.dummy.DummyCache": "every add",
+#: The backend of a cache and more of its settings, and what the error says.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "django.core.cache.backends.filebased.FileBasedCache": (
+        {"LOCATION": "/nowhere"},
+        "a read and then a write.*Use Redis",
+    ),
+    "django.core.cache.backends.db.DatabaseCache": ({}, "taken again in between.*Use Redis"),
+    "django.core.cache.backends.dummy.DummyCache": ({}, "every add.*Use Redis"),
+    "django.core.cache.backends.memcached.PyMemcacheCache": (
+        {"LOCATION": ["127.0.0.1:1", "unix:/no/such.sock"]},
+        r"one of its several servers.*alias with one",
+    ),
+    "django_redis.cache.RedisCache": (
+        {
+            "LOCATION": ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"],
+            "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
+        },
+        "several servers",
+    ),
 }
 
 
 @pytest.mark.parametrize("backend", REFUSED)
-def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings, tmp_path: object) -> None:
-    """A cache on which two could hold one lock says so, and what to use instead."""
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": str(tmp_path)}}
-    with pytest.raises(ConfigurationError, match=f"{REFUSED[backend]}.*Use Redis"):
-        cache_lock("x").acquire()
-
-
-def test_a_sharding_client_is_refused(settings: Settings) -> None:
-    """django-redis with a client that shards is refused, though it is a Redis."""
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django_redis.cache.RedisCache",
-            "LOCATION": ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"],
-            "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
-        }
-    }
-    with pytest.raises(ConfigurationError, match="several servers"):
+def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings) -> None:
+    """A cache on which two could hold one lock says so before it is used, and what to do."""
+    more, sentence = REFUSED[backend]
+    settings.CACHES = {"default": {"LOCATION": "", "BACKEND": backend, **more}}
+    with pytest.raises(ConfigurationError, match=sentence):
         cache_lock("x").acquire()
 
 
@@ -84,15 +87,6 @@ def test_keys_of_the_current_tenant_are_refused(
         cache_lock("x").acquire()
     monkeypatch.delitem(sys.modules, "django_tenants.cache")
     monkeypatch.delitem(sys.modules, "django_tenants")
-
-
-def test_several_memcached_servers_are_refused(settings: Settings) -> None:
-    """A client of several memcached servers is refused before it is used, since locks move."""
-    backend = "django.core.cache.backends.memcached.PyMemcacheCache"
-    location = ["127.0.0.1:1", "unix:/no/such.sock"]
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
-    with pytest.raises(ConfigurationError, match=r"one of its several servers.*alias with one"):
-        cache_lock("x").acquire()
 
 
 def test_an_unknown_lock_database_is_named(settings: Settings) -> None:

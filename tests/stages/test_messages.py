@@ -190,18 +190,6 @@ def test_a_process_that_dies_before_it_begins_the_next_stage(staged: Staged) -> 
     assert staged.calls == ["a"]
 
 
-def test_a_message_of_a_run_that_is_gone_does_nothing(staged: Staged) -> None:
-    """Messages of a run that was deleted or pruned begin nothing."""
-    run = staged.start("ab")
-    first, second = staged.take()
-    staged.deliver(first)
-    run.delete()
-    states = [staged.deliver(message).state for message in (first, second)]
-    assert states == ["IGNORED", "SUCCESS"]
-    assert staged.calls == ["a"]
-    assert not staged.steps.exists()
-
-
 @pytest.mark.sql
 @pytest.mark.parametrize("ends", ["well", "with an error", "by a retry"])
 def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
