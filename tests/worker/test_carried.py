@@ -21,8 +21,10 @@ from pytest_django import DjangoDbBlocker
 from django_celery_safe import SafeTask
 from django_celery_safe.models import OutboxMessage
 from tests.app.celery import app, tell_workers
+from tests.app.models import Person
 from tests.conftest import app_on_redis
 from tests.processes import CeleryWorker, wait_for
+from tests.resuming.loops import EACH_ONCE, fill, written
 from tests.servers import RedisServer, Server
 from tests.servers.databases import Databases
 from tests.versions import IS_CELERY_57
@@ -283,3 +285,73 @@ def test_a_task_that_expires(scene: Scene, room: Room) -> None:
         task_id = scene.send(tasks.note, room, expires=0.001)
     row = scene.until(task_id, "failed", room)
     assert (row.error, room.runs()) == ("The task expired before it was begun.", [])
+
+
+# Resumable loops: children that are killed, and workers that shut down.
+
+
+def begin_walk(scene: Scene, room: Room, queue: str) -> str:
+    """Send a walk over ten rows; return its id when it has one chunk, and is in the second one."""
+    Person.everyone.using(scene.alias).all().delete()
+    fill(scene.alias)
+    task_id = scene.send(tasks.walk, room, queue=queue)
+    room.until(lambda: room.journal.entries("there"), "it is not there", PATIENCE)
+    return task_id
+
+
+@pytest.mark.usefixtures("relay")
+def test_a_killed_child_loses_its_open_chunk(scene: Scene, room: Room) -> None:
+    """Each row is written to once; three deaths with a chunk between them are none too many."""
+    with scene.worker("walked", size=1):
+        task_id = begin_walk(scene, room, "walked")
+        room.kill_run()
+        room.until(lambda: len(room.journal.entries("there")) == 2, "not again", PATIENCE)
+        assert sum(written(scene.alias).values()) == 3
+        assert scene.row(task_id).progress == "3/10"
+        room.open()
+        scene.until(task_id, "gone", room)
+    assert written(scene.alias) == EACH_ONCE
+    assert deaths(room) == [0, 1]
+
+
+#: What a worker is sent, and what its log says once its tasks are told.
+SHUTDOWNS = {
+    "warm": (signal.SIGTERM, "told to shut down"),
+    "soft": (signal.SIGQUIT, "Initiating Soft Shutdown"),
+}
+
+
+@pytest.mark.usefixtures("relay")
+@pytest.mark.parametrize(
+    ("pool", "how"),
+    [
+        ("prefork", "warm"),
+        ("prefork", "soft"),
+        pytest.param("prefork", "remote", marks=pytest.mark.long),
+        pytest.param("solo", "warm", marks=pytest.mark.long),
+        pytest.param("threads", "warm", marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_that_shuts_down_hands_over(scene: Scene, room: Room, pool: str, how: str) -> None:
+    """The task ends behind its open chunk, without a death, and another worker does the rest."""
+    queue = f"{pool}-{how}"
+    soft = override_settings(CELERY_WORKER_SOFT_SHUTDOWN_TIMEOUT=5)
+    with soft, scene.worker(queue, pool, 1) as first:
+        task_id = begin_walk(scene, room, queue)
+        if how == "remote":
+            tell_workers("shutdown")
+            wait_for(lambda: "Got shutdown from remote" in first.log, PATIENCE)
+        else:
+            number, said = SHUTDOWNS[how]
+            os.kill(first.pid, number)
+            wait_for(lambda: said in first.log, PATIENCE)
+        room.open()
+        wait_for(lambda: not first.running, PATIENCE)
+    row = scene.row(task_id)
+    assert row.state in ("pending", "sent")
+    # Until it has closed its connection, the same worker may take the message once more.
+    assert row.progress in ("6/10", "9/10")
+    with scene.worker(queue, pool, 1):
+        scene.until(task_id, "gone", room)
+    assert written(scene.alias) == EACH_ONCE
+    assert {*deaths(room)} == {0}
