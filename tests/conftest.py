@@ -327,6 +327,12 @@ def db_alias(make_database: MakeDatabase, db_kind: DatabaseKind) -> str:
 
 
 @pytest.fixture
+def alias(db_alias: str) -> str:
+    """The same, in the tests of one database."""
+    return db_alias
+
+
+@pytest.fixture
 def postgres_alias(make_database: MakeDatabase) -> str:
     """The alias of a PostgreSQL database of this test."""
     return make_database("postgres")

@@ -43,12 +43,6 @@ YEAR: Final = timedelta(days=366)
 RELAYS: Final = 4
 
 
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of a database of the kind that this run is about."""
-    return db_alias
-
-
 # Rows of each kind
 
 

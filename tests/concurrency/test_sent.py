@@ -427,40 +427,38 @@ def test_a_forked_child_that_leaves_the_run_frees_no_lock_of_its_parent(
     assert held_names() == []
 
 
-@pytest.mark.sql
-def test_a_retry_inside_a_transaction_takes_its_lock_along(
-    mailbox: Mailbox, db_alias: str, settings: Settings
+def retry_in_a_transaction(task: Any, alias: str) -> None:
+    """Ask for another run; the transaction is rolled back."""
+    with transaction.atomic(using=alias):
+        raise task.retry(countdown=50)
+
+
+def retry_in_an_event_loop(task: Any, alias: str) -> None:
+    """Ask for another run where no database can be asked."""
+
+    async def retry() -> None:
+        raise task.retry(countdown=50)
+
+    asyncio.run(retry())
+
+
+@pytest.mark.parametrize(
+    "retry", [pytest.param(retry_in_a_transaction, marks=pytest.mark.sql), retry_in_an_event_loop]
+)
+def test_a_retry_takes_its_lock_along(
+    retry: Callable[[Any, str], None], mailbox: Mailbox, db_alias: str, settings: Settings
 ) -> None:
-    """Also where the lock is in the database of the transaction, which is rolled back."""
+    """Also where the lock is in the database of a transaction, or can't be asked for just then."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
 
     def fail(self: Any, number: int) -> None:
-        with transaction.atomic(using=db_alias):
-            raise self.retry(countdown=50)
+        retry(self, db_alias)
 
     task = unique(mailbox, fail, {"timeout": 5})
     task.delay(7)
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
     assert get_remaining(SENT) == pytest.approx(WAITING + 50, abs=5)
     assert task.delay(7).is_duplicate is True
-
-
-def test_a_retry_inside_an_event_loop_is_sent(
-    mailbox: Mailbox, db_alias: str, settings: Settings
-) -> None:
-    """The database can't be asked there; its lock goes along when the run ends."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
-
-    async def work_on(self: Any) -> None:
-        raise self.retry(countdown=50)
-
-    def fail(self: Any, number: int) -> None:
-        asyncio.run(work_on(self))
-
-    task = unique(mailbox, fail, {"timeout": 5})
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert get_remaining(SENT) == pytest.approx(WAITING + 50, abs=5)
 
 
 def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(

@@ -29,12 +29,6 @@ KEY: Final = "invoice:1"
 LEASE: Final = 3
 
 
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of the database of this run."""
-    return db_alias
-
-
 def record_of(alias: str, key: str = KEY) -> Any:
     """Return the record of a key, with the database's time as ``now``."""
     return IdempotencyRecord.objects.using(alias).annotate(now=Now()).get(key=key)

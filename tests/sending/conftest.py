@@ -48,12 +48,6 @@ def sent(redis_server: RedisServer, broker: Celery) -> Sent:
     return lambda: take_published(redis_server)
 
 
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of a database of this test."""
-    return db_alias
-
-
 def table(alias: str) -> OutboxMessages:
     """Return all rows of a database."""
     return OutboxMessage.objects.using(alias)

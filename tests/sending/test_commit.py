@@ -14,6 +14,7 @@ from pytest_django import Settings
 
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
+from django_celery_safe.models import OutboxMessage
 from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
@@ -49,30 +50,44 @@ def once(number: int) -> None:
     """Be sent once for each number."""
 
 
-def test_a_rollback_sends_nothing(sent: Sent) -> None:
+either_way = pytest.mark.parametrize("outbox", [False, True])
+
+
+@either_way
+def test_a_rollback_sends_nothing(outbox: bool, sent: Sent) -> None:
     """A send that was rolled back is not made, now or with a later commit."""
     with rolled_back():
-        add.delay_on_commit(1)
-        send_on_commit(group(add.s(1), add.s(2)))
+        add.apply_async_on_commit((1,), outbox=outbox)
+        send_on_commit(group(add.s(1), add.s(2)), outbox=outbox)
     with transaction.atomic():
         kept = add.delay_on_commit(2)
     assert ids(sent()) == [kept.id]
+    assert not OutboxMessage.objects.exists()
 
 
-def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
+@either_way
+def test_a_savepoint_takes_only_its_own_sends_back(outbox: bool, sent: Sent) -> None:
     """Rolling a savepoint back drops what was sent in it, and the others go out in their order."""
+
+    def send(number: int) -> Any:
+        return add.apply_async_on_commit((number,), outbox=outbox)
+
     with transaction.atomic():
-        before = add.delay_on_commit(1)
+        before = send(1)
         with rolled_back():
-            add.delay_on_commit(2)
+            send(2)
             with transaction.atomic():
-                add.delay_on_commit(3)
+                send(3)
         with transaction.atomic():
-            inside = add.delay_on_commit(4)
+            inside = send(4)
         assert sent() == []
-        after = add.delay_on_commit(5)
-        canvas = send_on_commit(group(add.s(6), add.s(7)))
-    assert ids(sent()) == [before.id, inside.id, after.id, *(part.id for part in canvas)]
+        after = send(5)
+        canvas = send_on_commit(group(add.s(6), add.s(7)), outbox=outbox)
+        left = [before.id, inside.id, after.id, *(part.id for part in canvas)]
+        kept = OutboxMessage.objects.order_by("pk").values_list("task_id", flat=True)
+        assert list(kept) == (left if outbox else [])
+    assert ids(sent()) == left
+    assert not OutboxMessage.objects.exists()
 
 
 def switched_on() -> list[str]:

@@ -132,27 +132,6 @@ def test_the_row_is_committed_when_its_message_is_published(
     assert len(sent()) == 2
 
 
-@pytest.mark.sql
-def test_a_rollback_leaves_nothing(alias: str, sent: Sent) -> None:
-    """A rollback, or that of a savepoint, leaves no row and no message; other blocks go on."""
-    with rolled_back(alias):
-        keep(1, alias)
-        send_on_commit(group(add.s(2), add.s(3)), using=alias, outbox=True)
-    assert rows(alias) == []
-    with transaction.atomic(using=alias):
-        before = keep(4, alias)
-        with rolled_back(alias):
-            keep(5, alias)
-            with transaction.atomic(using=alias):
-                keep(6, alias)
-        with transaction.atomic(using=alias):
-            after = keep(7, alias)
-        assert sent() == []
-        assert row_ids(alias) == [before.id, after.id]
-    assert ids(sent()) == [before.id, after.id]
-    assert rows(alias) == []
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_without_a_broker_the_rows_stay(
     count: int, alias: str, without_broker: Celery, caplog: pytest.LogCaptureFixture
