@@ -42,6 +42,7 @@ CORNER = [
     "tests/admin/test_lock_pages.py",
     "tests/admin/test_projects.py",
     "tests/admin/test_table_pages.py",
+    "tests/concurrency/test_canvas.py",
     "tests/contrib",
     "tests/delivery",
     "tests/locks/test_redis_variants.py",
@@ -51,7 +52,6 @@ CORNER = [
     "tests/stages/test_step.py",
     "tests/tasks_backend",
     "tests/test_backends.py",
-    "tests/worker/test_canvas.py",
     "tests/worker/test_carried.py",
     "tests/worker/test_events.py",
 ]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import pytest
 from celery import Celery
@@ -24,6 +24,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.test import override_settings
 from model_bakery import baker
 from model_bakery.random_gen import gen_string
+from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe.leases.lease import LeaseStore
 from django_celery_safe.leases.renewer import renewer
@@ -50,9 +51,6 @@ from tests.tiers import pytest_collection_modifyitems as pytest_collection_modif
 from tests.tiers import pytest_sessionfinish as pytest_sessionfinish
 from tests.tiers import pytest_testnodedown as pytest_testnodedown
 from tests.tiers import start_counting, write_left_out
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker, Settings
 
 # Hundreds of programs are started: each would compile the package again, and each process of
 # pytest-xdist the tests.
@@ -214,6 +212,12 @@ def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
 
 
 @pytest.fixture
+def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+    """Locks live in the private Redis that tests share, emptied, by django-redis."""
+    settings.CACHES = redis_cache_settings("django-redis")
+
+
+@pytest.fixture
 def cluster_cache_settings(redis_cluster: RedisClusterServer) -> Callable[..., CacheSettings]:
     """Make CACHES for the private cluster, by django-redis; it is emptied before the test."""
     redis_cluster.flush()
@@ -266,7 +270,7 @@ def make_database(
     request: pytest.FixtureRequest,
     _databases: Databases,
     tmp_path: Path,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[MakeDatabase]:
     """
     Make migrated databases that exist until the test ends.
@@ -284,7 +288,7 @@ def make_module_database(
     request: pytest.FixtureRequest,
     _databases: Databases,
     tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[MakeDatabase]:
     """Make migrated databases as ``make_database`` does, that exist until the module ends."""
     folder = tmp_path_factory.mktemp("databases")
@@ -320,6 +324,12 @@ def db_kind(request: pytest.FixtureRequest) -> DatabaseKind:
 def db_alias(make_database: MakeDatabase, db_kind: DatabaseKind) -> str:
     """The alias of a database of this test, of the kind that this run is about."""
     return make_database(db_kind)
+
+
+@pytest.fixture
+def alias(db_alias: str) -> str:
+    """The same, in the tests of one database."""
+    return db_alias
 
 
 @pytest.fixture
@@ -413,7 +423,7 @@ class UseBroker(Protocol):
 
 
 @pytest.fixture
-def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseBroker]:
+def use_broker(redis_server: RedisServer, settings: Settings) -> Iterator[UseBroker]:
     """Make the private Redis, emptied, the broker (database 1) and result backend (2)."""
     redis_server.flush()
 
@@ -428,7 +438,11 @@ def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseB
 
 @contextmanager
 def app_on_redis(
-    server: RedisServer, locks: RedisCacheKind = "django-redis", **transport_options: Any
+    server: RedisServer,
+    locks: RedisCacheKind = "django-redis",
+    *,
+    broker: Server | None = None,
+    **transport_options: Any,
 ) -> Iterator[None]:
     """
     Have locks, broker (database 1) and results (2) of our app and of its workers in a Redis.
@@ -436,21 +450,26 @@ def app_on_redis(
     Args:
         server: The Redis, which is emptied before.
         locks: The backend of the cache that holds the locks.
+        broker: A RabbitMQ that is the broker instead.
         transport_options: Those of kombu, such as ``visibility_timeout``.
     """
     server.flush()
     caches = {"default": {"BACKEND": REDIS_BACKENDS[locks], "LOCATION": server.url}}
-    with override_settings(CACHES=caches, **_connect_app(server, transport_options)):
+    with override_settings(CACHES=caches, **_connect_app(server, transport_options, broker)):
         try:
             yield
         finally:
             app.conf.update(broker_transport_options={})
+            forget_first_use()
 
 
-def _connect_app(server: RedisServer, transport_options: dict[str, Any]) -> dict[str, Any]:
+def _connect_app(
+    server: RedisServer, transport_options: dict[str, Any], broker: Server | None = None
+) -> dict[str, Any]:
     """Let our app use a Redis; return the settings by which a worker uses it too."""
+    on_redis = not isinstance(broker, RabbitMQServer)
     chosen = {
-        "broker_url": server.database_url(1),
+        "broker_url": server.database_url(1) if on_redis else broker.url,
         "result_backend": server.database_url(2),
         "broker_transport_options": transport_options,
     }

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,10 +30,10 @@ from tests.locks.lines import Line
 from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.sending.carrying import Carried
-from tests.sending.conftest import hearing
-from tests.sending.test_relay import dying_sender
+from tests.sending.conftest import dying_sender, hearing
 from tests.servers import PostgresServer
 from tests.servers.databases import SERVERS, DatabaseKind, end_own_session
+from tests.statements import at_statement
 
 __all__ = ["gateway", "mailbox"]
 
@@ -168,24 +169,16 @@ def test_a_relay_whose_session_was_ended_reports_no_outage(
 
 def test_the_wrapper_of_a_block_that_connects_ends_with_the_block(postgres_alias: str) -> None:
     """A project that counts or refuses the queries of a block does so in the block only."""
-    seen: list[str] = []
-
-    def count(execute: Any, sql: str, *more: Any) -> Any:
-        seen.append(sql)
-        return execute(sql, *more)
 
     def connect_in_block() -> int:
-        connection = connections[postgres_alias]  # of this thread, and not opened yet
-        with closing(connection):
-            with connection.execute_wrapper(count):
+        with closing(connections[postgres_alias]):  # of this thread, and not opened yet
+            with at_statement(postgres_alias, "", bool) as seen:
                 Person.everyone.using(postgres_alias).exists()
-            before = len(seen)
             Person.everyone.using(postgres_alias).exists()
-            return len(seen) - before
+            return len(seen)
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(connect_in_block).result() == 0
-    assert seen
+        assert pool.submit(connect_in_block).result() == 1
 
 
 def test_a_change_of_a_projects_table_is_not_repeated(gateway: tuple[str, str, Line]) -> None:
@@ -206,17 +199,8 @@ def test_a_change_of_a_projects_table_is_not_repeated(gateway: tuple[str, str, L
 @contextmanager
 def answer_lost(alias: str, way: Line, statement: str) -> Iterator[None]:
     """Lose the answer to the first statement of the block that begins so."""
-    has_lost: list[str] = []
-
-    def lose(execute: Any, sql: str, *more: Any) -> Any:
-        if sql.startswith(statement) and not has_lost:
-            has_lost.append(sql)
-            way.cut_after = 0
-        return execute(sql, *more)
-
-    connection = connections[alias]
-    connection.ensure_connection()
-    with connection.execute_wrapper(lose):
+    connections[alias].ensure_connection()
+    with at_statement(alias, statement, partial(setattr, way, "cut_after", 0), times=1):
         yield
     assert way.cut_after is None
 

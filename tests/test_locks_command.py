@@ -6,20 +6,24 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import HeldLock, cache_lock, find_lock, iter_locks
+from django_celery_safe import HeldLock, cache_lock, iter_locks
 from django_celery_safe.leases.holder import Holder, describe_arguments
-from django_celery_safe.locks.stores import get_store, local
+from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests import commands
-from tests.conftest import MakeRedisCache
+from tests.contract.conftest import use_store
+from tests.locks.renewals import get_lock
 from tests.processes import dead_port
 from tests.terminal import answer
+
+__all__ = ["use_store"]
 
 pytestmark = pytest.mark.usefixtures("store")
 
@@ -29,20 +33,9 @@ ESCAPED: Final = "('\\x1b[31m\\u202e\\r\\n\\x9b',)"
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, settings: Settings) -> str:
-    """Where the locks of a test live: in Redis, if the test does not say where."""
-    kind: str = getattr(request, "param", "redis")
-    if kind in ("redis", "django redis"):
-        make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
-        settings.CACHES = make_cache("django-redis" if kind == "redis" else "django")
-    elif kind == "portable":
-        folder = str(request.getfixturevalue("tmp_path"))
-        settings.CACHES = {"default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": folder}}
-    elif kind == "database":
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": request.getfixturevalue("db_alias")}
-    else:
-        local.clear()
-    return kind
+def store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> None:
+    """The locks of a test live in Redis, if it does not say where."""
+    use_store(getattr(request, "param", "django-redis"))
 
 
 in_memory: Final = pytest.mark.parametrize("store", ["local"], indirect=True)
@@ -66,14 +59,12 @@ def take(
         by = Holder("web1", 4711, time.time() - age)._replace(**holder)
     outcome = get_store().take(LockRequest(name, uuid.uuid4().hex, left, by))
     assert isinstance(outcome, Acquired)
-    lock = find_lock(name)
-    assert lock is not None
-    return lock
+    return get_lock(name)
 
 
 @pytest.mark.parametrize(
     "store",
-    ["redis", "django redis", "local", pytest.param("database", marks=pytest.mark.sql)],
+    ["django-redis", "redis-cache", "local", pytest.param("database", marks=pytest.mark.sql)],
     indirect=True,
 )
 def test_each_store_that_lists_its_locks(store: str) -> None:

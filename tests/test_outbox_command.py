@@ -133,11 +133,11 @@ def leave_dead(
     return row
 
 
-def leave_sent(alias: str, age: float = 0) -> OutboxMessage:
-    """Let a message be there that was sent ``age`` s ago."""
+def leave_sent(alias: str) -> OutboxMessage:
+    """Let a message be there that was just sent."""
     row = leave(alias)
     rows = OutboxMessage.objects.using(alias).filter(pk=row.pk)
-    rows.update(state="sent", due_at=None, sent_at=Now() - timedelta(seconds=age))
+    rows.update(state="sent", due_at=None, sent_at=Now())
     return row
 
 

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 from celery import Celery
@@ -12,6 +12,7 @@ from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 from model_bakery import baker
+from pytest_django import Settings
 
 from django_celery_safe.databases import Now
 from django_celery_safe.idempotency import records
@@ -31,9 +32,7 @@ from tests.app.models import Cover
 from tests.conftest import MakeDatabase
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
+from tests.statements import at_statement
 
 #: Makes so many rows of an age in a database, and returns their keys.
 Make = Callable[[str, int, timedelta], set[Any]]
@@ -42,12 +41,6 @@ DAY: Final = timedelta(days=1)
 YEAR: Final = timedelta(days=366)
 #: How many relays delete at once.
 RELAYS: Final = 4
-
-
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of a database of the kind that this run is about."""
-    return db_alias
 
 
 # Rows of each kind
@@ -123,7 +116,7 @@ each_table = pytest.mark.parametrize("name", ["failed", "orphaned", "runs"])
 
 
 @pytest.fixture(autouse=True)
-def _kept_for_a_week(settings: "Settings") -> None:
+def _kept_for_a_week(settings: Settings) -> None:
     """Keep rows of every kind for a week, unless a test says otherwise."""
     week = 7 * 24 * 3600
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": week, "failed": week}}
@@ -166,7 +159,7 @@ def test_a_relay_deletes_what_is_old(alias: str, broker: Celery) -> None:
 
 
 def test_a_relay_that_runs_now_and_then_deletes_what_is_old(
-    make_database: MakeDatabase, settings: "Settings", broker: Celery
+    make_database: MakeDatabase, settings: Settings, broker: Celery
 ) -> None:
     """relay_outbox and ``relay --once`` delete old rows in the databases of all outboxes."""
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
@@ -178,7 +171,7 @@ def test_a_relay_that_runs_now_and_then_deletes_what_is_old(
         assert [keys(alias) for alias in aliases] == [set(), set()]
 
 
-def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "Settings") -> None:
+def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: Settings) -> None:
     """No relay deletes rows then, except records with an expiry of their own."""
     settings.DATABASE_ROUTERS = []
     settings.DJANGO_CELERY_SAFE = {"RETENTION": None}
@@ -275,18 +268,13 @@ def test_what_is_used_again_meanwhile_stays(alias: str) -> None:
     """A record that is claimed between the look and the deletion is not deleted."""
     (pk,) = make_orphaned(alias, 1, YEAR)
     record = IdempotencyRecord.objects.using(alias).filter(pk=pk)
-    asked: list[str] = []
 
-    def claim(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        result = execute(sql, params, many, context)
-        if sql.startswith("SELECT") and not asked:
-            asked.append(sql)
-            record.update(ends_at=Now() + DAY)
-        return result
+    def claim() -> None:
+        record.update(ends_at=Now() + DAY)
 
-    with connections[alias].execute_wrapper(claim):
+    with at_statement(alias, "SELECT", claim, after=True, times=1) as met:
         assert prune_some(OLD["orphaned"].find(alias), 10, 10) is False
-    assert asked
+    assert met
     assert record.exists()
 
 

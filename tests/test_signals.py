@@ -12,13 +12,11 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connection, connections, transaction
 from django.dispatch import Signal
-from pytest_django import Settings
 
 from django_celery_safe import (
     SafeTask,
     cache_lock,
     events,
-    find_lock,
     idempotent,
     release_lock,
     signals,
@@ -36,10 +34,10 @@ from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import MakeRedisCache
 from tests.docs.reference import declared
 from tests.listening import handling, receiving
 from tests.locks.conftest import fragile_redis
+from tests.locks.renewals import get_lock
 from tests.processes import dead_port, wait_for
 from tests.sending.carrying import Carried
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, make_app
@@ -47,7 +45,7 @@ from tests.stages.test_messages import Staged
 
 __all__ = ["fragile_redis", "mailbox", "make_app"]
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("in_redis")]
 
 #: Gets a fixture by its name.
 Get = Callable[[str], Any]
@@ -134,12 +132,6 @@ def get(request: pytest.FixtureRequest) -> Get:
     return request.getfixturevalue
 
 
-@pytest.fixture(autouse=True)
-def locks_in_redis(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
-    """Keep locks in the private Redis."""
-    settings.CACHES = redis_cache_settings("django-redis")
-
-
 # Locks.
 
 
@@ -154,9 +146,7 @@ def renew_at_once(name: str) -> Lease[Any]:
 
 def free(name: str) -> None:
     """Free a lock, as an operator."""
-    lock = find_lock(name)
-    assert lock is not None
-    assert release_lock(lock)
+    assert release_lock(get_lock(name))
 
 
 def lose_lock(name: str = "feed:42") -> None:

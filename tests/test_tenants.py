@@ -12,8 +12,9 @@ from django_celery_safe import cache_lock, idempotent
 from tests.app.models import Person
 from tests.app.tasks import add
 from tests.locks.renewals import wait_for_renewals
-from tests.sending.conftest import ids, sent
-from tests.sending.test_relay import Sent, drain, dying_sender, make_due, table
+from tests.sending.conftest import dying_sender, ids, make_due, sent, table
+from tests.sending.published import Sent
+from tests.sending.test_relay import drain
 from tests.servers.databases import registered
 
 __all__ = ["sent"]

@@ -2,18 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from pytest_django import DjangoDbBlocker
 
 from tests.company.matrix import NotInstalled, play
 from tests.company.neighbours import NEIGHBOURS
 from tests.conftest import requiring
 from tests.servers import PgBouncerServer
 from tests.servers.databases import Databases
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
 
 #: Each in a landing, or at night.
 CASES = [
@@ -32,7 +29,7 @@ def test_beside(
     name: str,
     _databases: Databases,  # noqa: PT019 - it has a value
     tmp_path: Path,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> None:
     """Every flow has its right values beside a neighbour."""
     try:

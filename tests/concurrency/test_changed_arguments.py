@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from django_celery_safe import ConfigurationError, SafeTask, idempotent, iter_locks, single_instance
+from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
@@ -141,24 +141,7 @@ CHANGES: Final = {
     "argument taken out": Change(without_trace, only, more={"trace": "t"}),
     "schema of a class": Change(unchanged, only, SchemaTask),
 }
-PLACES: Final = {
-    "above": lambda change, ours, function: change(ours(function)),
-    "below": lambda change, ours, function: ours(change(function)),
-}
-OURS: Final[dict[str, Any]] = {
-    "single_instance": single_instance(on_conflict="raise"),
-    "key": single_instance(on_conflict="raise", key="{x}"),
-    "unique": single_instance(on_conflict="raise", unique_until="end"),
-    "unique key": single_instance(on_conflict="raise", unique_until="end", key=["x"]),
-    "idempotent": idempotent(),
-    "idempotent key": idempotent(key="{x}"),
-}
-
-
-def make(mailbox: Mailbox, change: Change, place: Any, ours: Any) -> Any:
-    """Return a task with our decorator, and the change above or below it."""
-    function = place(change.decorate, ours, change.function)
-    return mailbox.task(function, base=change.base, name="tests.changed", **change.options)
+UNIQUE: Final = single_instance(on_conflict="raise", unique_until="end")
 
 
 def test_a_key_that_is_not_certain_is_an_error(mailbox: Mailbox) -> None:
@@ -190,7 +173,7 @@ def test_what_a_decorator_makes_of_an_argument_keeps_calls_apart(mailbox: Mailbo
     def work(made: Any) -> Any:
         return note(made.pk)
 
-    task = mailbox.task(reading(OURS["unique"](work)), base=SafeTask, name="tests.changed")
+    task = mailbox.task(reading(UNIQUE(work)), base=SafeTask, name="tests.changed")
     assert [task.delay(pk).is_duplicate for pk in (5, 6)] == [False, False]
     for message in mailbox.take():
         assert mailbox.deliver(message).state == "SUCCESS"
@@ -209,8 +192,8 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, mailbox: Mailbox) ->
             raise task.retry(countdown=60)
         return change.function(*args, **kwargs)
 
-    decorated = functools.wraps(change.function)(work)
-    task = make(mailbox, change._replace(function=decorated), PLACES["above"], OURS["unique"])
+    decorated = change.decorate(UNIQUE(functools.wraps(change.function)(work)))
+    task = mailbox.task(decorated, base=change.base, name="tests.changed", **change.options)
     task.apply_async((5,), change.more)
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
     assert task.apply_async((5,), change.more).is_duplicate is True

@@ -8,10 +8,11 @@ import pytest
 from celery import Celery, Task, shared_task
 from django.db import transaction
 
-from django_celery_safe import ConfigurationError, SafeTask, find_lock, iter_locks, single_instance
+from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
 from django_celery_safe.delivery.header import HEADER
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_options import held_names
+from tests.locks.renewals import get_lock
 
 NAME = "tests.sending"
 #: Options of one call.
@@ -155,9 +156,7 @@ def test_a_retry_under_another_key_is_no_duplicate(
     assert "duplicate" not in again.ours
     assert mailbox.deliver(again) == ("SUCCESS", "done")
     assert runs == [0, 1]
-    lock = find_lock(f"sent:{NAME}:8")
-    assert lock is not None
-    assert lock.token == before.ours["sent"]
+    assert get_lock(f"sent:{NAME}:8").token == before.ours["sent"]
 
 
 def test_each_app_has_its_own_task_that_calls_can_ask(locks_in_memory: None) -> None:

@@ -53,6 +53,8 @@ from tests.versions import IS_CELERY_57
 __all__ = ["clock", "store"]
 
 NAME = "tests.once"
+#: The lock of a message for the number 7.
+SENT = f"sent:{NAME}:7"
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
 NO_PROCESS = 2**22 + 1
 #: A lease of runs, s.
@@ -171,7 +173,7 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     """The store has shortened the message's lease, so the lease has to be renewed."""
 
     def stay(self: Any, number: int) -> None:
-        sent = get_lock(f"sent:{NAME}:7")
+        sent = get_lock(SENT)
         assert get_remaining(sent.name) <= LEASE
         renewed = {lease.name for lane in renewer.lanes.values() for lease in lane.leases}
         assert sent.name in renewed
@@ -216,7 +218,7 @@ def test_what_is_known_of_a_message_is_no_header_and_no_part_of_a_copy(
 
     unique(mailbox, copy, {}).apply_async((7,), headers={"safe_kept": forged} if forged else {})
     state, held = mailbox.deliver(mailbox.take_one())
-    assert (state, sorted(held)) == ("SUCCESS", [f"sent:{NAME}:7", f"{NAME}:7"])
+    assert (state, sorted(held)) == ("SUCCESS", [SENT, f"{NAME}:7"])
     assert held_names() == []
 
 
@@ -241,9 +243,7 @@ def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
     assert mailbox.deliver(message).state == "RETRY"
     retry = mailbox.take_one()
     assert retry.id == message.id
-    sent = find_lock(f"sent:{NAME}:7")
-    assert sent is not None
-    assert sent.token == retry.ours["sent"]
+    assert get_lock(SENT).token == retry.ours["sent"]
 
 
 # A death between the end of one lock and the other.
@@ -293,14 +293,12 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
         message = process.receive()
         with pytest.raises(FunctionFailed):
             process.result()
-    sent = find_lock(f"sent:{NAME}:7")
-    assert sent is not None
+    sent = get_lock(SENT)
     if where in ("CacheLock.__exit__", "SentLock.move") and sent.remaining is not None:
         assert sent.remaining <= LEASE
     task = unique(mailbox, work, {"timeout": LEASE}, acks_late=True)
     if (left := find_lock(f"{NAME}:7")) is not None:
-        assert left.remaining is not None
-        assert left.remaining <= LEASE
+        assert get_remaining(left.name) <= LEASE
         release_lock(left)  # as the end of its lease does
     assert mailbox.deliver(message) == ("SUCCESS", "done")
     assert held_names() == []
@@ -321,7 +319,7 @@ def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
     with held_by(f"{NAME}:7", message.id, host=HOST, pid=pid):
         end_child(killed, WorkerLostError("signal 9"))
         settle()
-        assert sorted(held_names()) == [f"sent:{NAME}:7", *left]
+        assert sorted(held_names()) == [SENT, *left]
 
 
 # Rejected, and retried by hand.
@@ -338,15 +336,12 @@ def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
     first = task.delay(7, how)
     assert mailbox.deliver(mailbox.take_one()).state == "REJECTED"
     kept = how == "requeue" and acks_late
-    assert held_names() == ([f"sent:{NAME}:7"] if kept else [])
+    assert held_names() == ([SENT] if kept else [])
     second = task.delay(7)
     assert second.is_duplicate is kept
     assert (second.id == first.id) is kept
     if kept:
-        lock = find_lock(f"sent:{NAME}:7")
-        assert lock is not None
-        assert lock.remaining is not None
-        assert WAITING - 10 < lock.remaining <= WAITING
+        assert WAITING - 10 < get_remaining(SENT) <= WAITING
 
 
 @pytest.mark.parametrize("autoretry", [(), (Exception,)])
@@ -363,13 +358,6 @@ def test_a_retry_raised_by_hand_frees_the_lock(
     assert task.delay(7).is_duplicate is False
 
 
-def left_of_lock() -> float | None:
-    """Return what is left of the lease of the message's lock, s."""
-    lock = find_lock(f"sent:{NAME}:7")
-    assert lock is not None
-    return lock.remaining
-
-
 @pytest.mark.parametrize("why", ["retry", "autoretry", "conflict"])
 def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     why: str, mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
@@ -383,7 +371,7 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     release = LocalStore.release
 
     def look(**kwargs: Any) -> None:
-        left.append(left_of_lock())
+        left.append(get_remaining(SENT))
 
     def release_and_look(store: LocalStore, name: str, *args: Any) -> bool:
         released = release(store, name, *args)
@@ -410,9 +398,7 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     assert left == [pytest.approx(WAITING, abs=1)]
     again = mailbox.take_one()
     assert again.id == message.id
-    lock_then = find_lock(f"sent:{NAME}:7")
-    assert lock_then is not None
-    assert lock_then.token == message.ours["sent"]
+    assert get_lock(SENT).token == message.ours["sent"]
 
 
 def test_a_forked_child_that_leaves_the_run_frees_no_lock_of_its_parent(
@@ -437,44 +423,42 @@ def test_a_forked_child_that_leaves_the_run_frees_no_lock_of_its_parent(
         if os.getpid() != parent:
             os._exit(0)
     assert state == "SUCCESS"
-    assert sorted(held) == [f"sent:{NAME}:7", f"{NAME}:7"]
+    assert sorted(held) == [SENT, f"{NAME}:7"]
     assert held_names() == []
 
 
-@pytest.mark.sql
-def test_a_retry_inside_a_transaction_takes_its_lock_along(
-    mailbox: Mailbox, db_alias: str, settings: Settings
+def retry_in_a_transaction(task: Any, alias: str) -> None:
+    """Ask for another run; the transaction is rolled back."""
+    with transaction.atomic(using=alias):
+        raise task.retry(countdown=50)
+
+
+def retry_in_an_event_loop(task: Any, alias: str) -> None:
+    """Ask for another run where no database can be asked."""
+
+    async def retry() -> None:
+        raise task.retry(countdown=50)
+
+    asyncio.run(retry())
+
+
+@pytest.mark.parametrize(
+    "retry", [pytest.param(retry_in_a_transaction, marks=pytest.mark.sql), retry_in_an_event_loop]
+)
+def test_a_retry_takes_its_lock_along(
+    retry: Callable[[Any, str], None], mailbox: Mailbox, db_alias: str, settings: Settings
 ) -> None:
-    """Also where the lock is in the database of the transaction, which is rolled back."""
+    """Also where the lock is in the database of a transaction, or can't be asked for just then."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
 
     def fail(self: Any, number: int) -> None:
-        with transaction.atomic(using=db_alias):
-            raise self.retry(countdown=50)
+        retry(self, db_alias)
 
     task = unique(mailbox, fail, {"timeout": 5})
     task.delay(7)
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert left_of_lock() == pytest.approx(WAITING + 50, abs=5)
+    assert get_remaining(SENT) == pytest.approx(WAITING + 50, abs=5)
     assert task.delay(7).is_duplicate is True
-
-
-def test_a_retry_inside_an_event_loop_is_sent(
-    mailbox: Mailbox, db_alias: str, settings: Settings
-) -> None:
-    """The database can't be asked there; its lock goes along when the run ends."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
-
-    async def work_on(self: Any) -> None:
-        raise self.retry(countdown=50)
-
-    def fail(self: Any, number: int) -> None:
-        asyncio.run(work_on(self))
-
-    task = unique(mailbox, fail, {"timeout": 5})
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert left_of_lock() == pytest.approx(WAITING + 50, abs=5)
 
 
 def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
@@ -486,7 +470,7 @@ def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
     def go_on(self: Any, number: int) -> None:
         with nobody_listens() as nowhere, suppress(Reject):
             self.retry(countdown=50, connection=nowhere)
-        left.append(left_of_lock())
+        left.append(get_remaining(SENT))
 
     task = unique(mailbox, go_on, {"timeout": 5})
     task.delay(7)
@@ -574,7 +558,7 @@ def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(
     """In a worker of an older release, which has the task without its decorator, too."""
     unique(mailbox, work, {}).delay(7)
     message = mailbox.take_one()
-    assert held_names() == [f"sent:{NAME}:7"]
+    assert held_names() == [SENT]
     plain = mailbox.app.task(name="tests.plain", base=SafeTask)(work)
     revoke(plain, message)
     wait_for(lambda: held_names() == [], 20)

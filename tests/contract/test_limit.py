@@ -15,7 +15,6 @@ from django_celery_safe import (
     LockLost,
     LockNotAcquired,
     cache_lock,
-    find_lock,
     iter_locks,
     release_lock,
 )
@@ -23,6 +22,7 @@ from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.contract.conftest import params
+from tests.locks.renewals import get_lock
 from tests.processes import wait_for
 
 UseStore = Callable[[str], None]
@@ -70,8 +70,7 @@ def test_as_many_as_the_limit_hold_it(store: str) -> None:
     assert locks[1].release() is True
     assert locks[3].acquire() is True
     assert locks[3].fence > max(fences)  # type: ignore[operator, type-var]
-    place = find_lock("few:place:2")
-    assert place is not None
+    place = get_lock("few:place:2")
     assert place.token == locks[3].token
     locks[3].extend(100)
     # An operator frees one place; its holder learns of that, and the others keep theirs.

@@ -26,7 +26,6 @@ from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
 from tests.admin import rows
 from tests.admin.conftest import _as_new, site
 from tests.admin.rows import HOLDER, hold
-from tests.conftest import MakeRedisCache
 from tests.docs.pages import ROOT, page
 from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
@@ -38,14 +37,6 @@ DASHBOARD: Final = ROOT / "docs" / "dashboards" / "celery-safe.json"
 DEPLOY: Final = "docs/how-to/deploy.md"
 
 Samples = dict[tuple[str, ...], float]
-
-
-@pytest.fixture
-def redis_locks(
-    redis_cache_settings: MakeRedisCache, settings: Settings, redis_server: RedisServer
-) -> None:
-    """Let locks live where all processes see them."""
-    settings.CACHES = redis_cache_settings("django-redis")
 
 
 def scrape(collector: TableCollector | None = None) -> Samples:
@@ -68,7 +59,7 @@ def samples_of(registry: CollectorRegistry) -> Samples:
 # Figures of the tables
 
 
-@pytest.mark.usefixtures("redis_locks")
+@pytest.mark.usefixtures("in_redis")
 def test_figures(site: str, settings: Settings) -> None:
     """
     Messages, runs, steps and locks are counted by what they are, with their ages.

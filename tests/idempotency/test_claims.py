@@ -22,16 +22,11 @@ from tests.conftest import MakeDatabase
 from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.sending.conftest import hearing
+from tests.statements import at_statement
 
 KEY: Final = "invoice:1"
 #: A lease whose renewal a test can await, s.
 LEASE: Final = 3
-
-
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of the database of this run."""
-    return db_alias
 
 
 def record_of(alias: str, key: str = KEY) -> Any:
@@ -175,16 +170,10 @@ def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
             looked.set()
         return found
 
-    def stay_done(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        answer = run(sql, params, many, context)
-        if sql.startswith("UPDATE") and not is_renewing_thread():
-            assert looked.wait(60)
-        return answer
-
     monkeypatch.setattr(RecordTable, "peek", watched)
     with hearing(CLAIM_FAILED, claim_lost) as told, idempotent("other", using=other, timeout=LEASE):
         with idempotent(KEY, using=alias, timeout=LEASE) as claim:
-            with connections[alias].execute_wrapper(stay_done):
+            with at_statement(alias, "UPDATE", lambda: wait_for(looked.is_set, 60), after=True):
                 claim.finish("stored")
             # The thread goes on when all that it had to say of the first is said.
             first: datetime = record_of(other, "other").ends_at
@@ -312,16 +301,13 @@ def test_a_step_of_another_comes_first(
     is_new = step in (add_first, add_and_finish)
     if not is_new:
         add(records, -LONG)
-    steps = [step]
 
-    def interrupt(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if steps and sql.startswith("INSERT" if is_new else "UPDATE"):
-            elsewhere = threading.Thread(target=take, args=(steps.pop(), alias))
-            elsewhere.start()
-            elsewhere.join()
-        return run(sql, params, many, context)
+    def come_first() -> None:
+        elsewhere = threading.Thread(target=take, args=(step, alias))
+        elsewhere.start()
+        elsewhere.join()
 
-    with connections[alias].execute_wrapper(interrupt):
+    with at_statement(alias, "INSERT" if is_new else "UPDATE", come_first, times=1) as met:
         if ending == "claimed":
             with pytest.raises(AlreadyClaimed), idempotent(KEY, using=alias):
                 pytest.fail("the block ran")
@@ -331,7 +317,7 @@ def test_a_step_of_another_comes_first(
             with idempotent(KEY, using=alias) as claim:
                 assert claim
             assert record_of(alias).claims == ending
-    assert steps == []
+    assert met
 
 
 def take(step: Callable[[Any], None], alias: str) -> None:

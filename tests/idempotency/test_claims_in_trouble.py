@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from celery.exceptions import Reject, SoftTimeLimitExceeded
@@ -24,23 +25,26 @@ from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
-from tests.idempotency.test_claims import LONG, add, add_and_finish, add_first, follow
+from tests.idempotency.test_claims import (
+    KEY,
+    LONG,
+    add,
+    add_and_finish,
+    add_first,
+    follow,
+    record_of,
+    result_of_repeat,
+)
 from tests.idempotency.test_flags_race import end_sessions, isolate
 from tests.locks.lines import Line, line_to
 from tests.processes import FunctionProcess, start_in_process, tell, wait_for
 from tests.sending.carrying import Carried
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
-from tests.servers.databases import DatabaseKind, registered, waits_for_a_lock
+from tests.servers.databases import DatabaseKind, registered, until_somebody_waits
+from tests.statements import at_statement
 
 __all__ = ["mailbox"]
-
-KEY: Final = "invoice:1"
-
-
-def record_of(alias: str) -> Any:
-    """Return the record."""
-    return IdempotencyRecord.objects.using(alias).get(key=KEY)
 
 
 def end_lease(alias: str) -> None:
@@ -56,13 +60,6 @@ def try_once(alias: str, result: Any) -> bool:
             claim.finish(result)
             return True
     return False
-
-
-def result_of_repeat(alias: str) -> Any:
-    """Return what a repeat gets."""
-    with idempotent(KEY, using=alias) as claim:
-        assert not claim
-        return claim.result
 
 
 # The holder.
@@ -179,12 +176,7 @@ def paused(alias: str, gate: Path, way: str) -> Iterator[FunctionProcess]:
     ],
 )
 def test_who_comes_after_finish_waits_for_the_end_of_the_transaction(
-    way: str,
-    ends: set[str],
-    is_done_by: str,
-    postgres_alias: str,
-    postgres_server: PostgresServer,
-    tmp_path: Path,
+    way: str, ends: set[str], is_done_by: str, postgres_alias: str, tmp_path: Path
 ) -> None:
     """
     However long it stays open after finish(), its commit decides for others.
@@ -196,9 +188,7 @@ def test_who_comes_after_finish_waits_for_the_end_of_the_transaction(
     with start_in_process(hold, postgres_alias, gate, way) as process:
         process.receive()
         with start_in_process(try_once, postgres_alias, "of the second") as second:
-            wait_for(
-                lambda: waits_for_a_lock(postgres_server, postgres_alias), 90, "it did not wait"
-            )
+            until_somebody_waits(postgres_alias)
             gate.touch()
             assert process.result() in ends
             assert second.result() is (is_done_by == "second")
@@ -237,13 +227,6 @@ def test_stricter_isolation_makes_no_other_errors(
             assert result_of_repeat(alias) == ending
 
 
-WAITERS: Final = {
-    "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
-    "mysql": "SELECT variable_value FROM information_schema.global_status "
-    "WHERE variable_name = 'Innodb_row_lock_current_waits'",
-}
-
-
 @contextmanager
 def coming_first(
     alias: str, *steps: Callable[[], object], waited: Callable[[], object] = bool
@@ -256,13 +239,8 @@ def coming_first(
             for step in steps:
                 step()
             inside.set()
-            wait_for(somebody_waits, 30, "nobody waits")
+            until_somebody_waits(alias)
             waited()
-
-    def somebody_waits() -> bool:
-        with connections[alias].cursor() as cursor:
-            cursor.execute(WAITERS[connections[alias].vendor])
-            return int(cursor.fetchone()[0]) > 0
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(come_first)
@@ -505,8 +483,8 @@ def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
     # The look that comes first is answered: this is the claim's own.
     with pytest.raises(ValueError, match="no"), idempotent(KEY, using=through):
         raise ValueError("no")
-    looked = connections[through].execute_wrapper(_lose_answers_to("UPDATE", way))
-    with looked, pytest.raises(DatabaseError), idempotent(KEY, using=through, timeout=600):
+    unanswered = at_statement(through, "UPDATE", partial(setattr, way, "cut_after", 0))
+    with unanswered, pytest.raises(DatabaseError), idempotent(KEY, using=through, timeout=600):
         pytest.fail("the block ran")
     assert way.cut_after is None
     assert record_of(direct).state == IdempotencyRecord.State.RUNNING
@@ -514,12 +492,3 @@ def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
     end_lease(direct)
     assert try_once(direct, "of the second")
     assert record_of(direct).claims == 3
-
-
-def _lose_answers_to(statement: str, way: Line) -> Any:
-    def execute(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if sql.startswith(statement):
-            way.cut_after = 0
-        return run(sql, params, many, context)
-
-    return execute

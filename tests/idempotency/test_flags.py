@@ -26,24 +26,19 @@ def person(db: None) -> Person:
     return baker.make(Person)
 
 
-def test_the_block_gets_the_row_once(person: Person) -> None:
-    """The first block gets the fresh row, every later one gets None."""
-    with Person.do_once(person.pk, "is_welcome_email_sent") as row:
-        assert row == person
-        assert row.is_welcome_email_sent is False
-    assert row.is_welcome_email_sent is True
-    with Person.do_once(person.pk, "is_welcome_email_sent") as row:
-        assert row is None
-    assert Person.everyone.get(pk=person.pk).is_welcome_email_sent is True
-
-
-def test_a_moment_is_a_flag(person: Person) -> None:
-    """A nullable DateTimeField is set to the moment of the end of the block."""
-    with Person.do_once(person.pk, "invited_at") as row:
-        assert row is not None
-    stored = Person.everyone.get(pk=person.pk).invited_at
-    assert isinstance(stored, datetime)
-    with Person.do_once(person.pk, "invited_at") as row:
+@pytest.mark.parametrize(
+    ("flag", "undone", "kind"),
+    [("is_welcome_email_sent", False, bool), ("invited_at", None, datetime)],
+)
+def test_the_block_gets_the_row_once(flag: str, undone: Any, kind: type, person: Person) -> None:
+    """The first block gets the fresh row, every later one None; a flag may be a moment."""
+    with Person.do_once(person.pk, flag) as row:
+        assert (row, getattr(row, flag)) == (person, undone)
+    stored = getattr(Person.everyone.get(pk=person.pk), flag)
+    assert stored
+    assert isinstance(stored, kind)
+    assert getattr(row, flag) == stored
+    with Person.do_once(person.pk, flag) as row:
         assert row is None
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DatabaseError, OperationalError, connections, transaction
+from django.db.models import QuerySet
 from django.db.transaction import Atomic
 
-from django_celery_safe import LockNotAcquired, WrongTransaction, transactions
+from django_celery_safe import IdempotentMixin, LockNotAcquired, WrongTransaction, transactions
 from django_celery_safe.idempotency.flags import _Once
 from tests.app.models import Account, Customer, Person
 from tests.conftest import MakeDatabase
@@ -31,9 +32,10 @@ from tests.processes import (
     wait_for,
 )
 from tests.servers import PostgresServer
-from tests.servers.databases import DatabaseKind, waits_for_a_lock, without_autocommit
+from tests.servers.databases import DatabaseKind, until_somebody_waits, without_autocommit
 
-ROWS = 20
+PKS = range(1, 21)
+FLAG = "is_welcome_email_sent"
 #: How long SQLite waits for its turn, s: it lets waiters in by chance, not in order.
 LONGEST_WAIT = 120
 
@@ -45,15 +47,41 @@ def raced(make_database: MakeDatabase, db_kind: DatabaseKind) -> str:
 
 
 @pytest.mark.sql
-@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
-def test_one_effect_for_each_row(guarantee: str, raced: str, tmp_path: Path) -> None:
-    """Processes that do the same rows have one effect for each, and no database error."""
-    Person.everyone.using(raced).bulk_create(Person(pk=pk) for pk in range(1, ROWS + 1))
+@pytest.mark.parametrize(
+    ("model", "flag", "guarantee"),
+    [
+        (Person, FLAG, "at_least_once"),
+        (Person, FLAG, "at_most_once"),
+        (Customer, FLAG, "at_least_once"),
+        (Customer, "is_invoiced", "at_least_once"),
+    ],
+)
+def test_one_effect_for_each_row(
+    model: Any, flag: str, guarantee: str, raced: str, tmp_path: Path
+) -> None:
+    """Of processes that do the same, one does each row; a parent's table may have the flag."""
+    rows = QuerySet(model, using=raced)
+    for pk in PKS:
+        rows.create(pk=pk)
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(do_all, 4, raced, guarantee, journal, range(1, ROWS + 1))
-    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
-    done = Person.everyone.using(raced).filter(is_welcome_email_sent=True)
-    assert done.count() == ROWS
+    run_in_processes(do_all, 4, raced, journal, PKS, guarantee, model, flag)
+    assert journal.tally("pk", "effect") == dict.fromkeys(PKS, 1)
+    assert rows.filter(**{flag: True}).count() == len(PKS)
+
+
+def do_all(
+    alias: str,
+    journal: Journal,
+    pks: Sequence[int],
+    guarantee: Any,
+    model: type[IdempotentMixin] = Person,
+    flag: str = FLAG,
+) -> None:
+    """Have the effect for every row that was not done."""
+    for pk in pks:
+        with model.do_once(pk, flag, using=alias, guarantee=guarantee) as row:
+            if row:
+                journal.write("effect", pk=pk)
 
 
 def make_patient(make_database: MakeDatabase, kind: Any) -> str:
@@ -62,39 +90,6 @@ def make_patient(make_database: MakeDatabase, kind: Any) -> str:
     if kind.startswith("sqlite"):
         connections.settings[alias]["OPTIONS"]["timeout"] = LONGEST_WAIT
     return alias
-
-
-def do_all(alias: str, guarantee: str, journal: Journal, pks: Sequence[int]) -> None:
-    """Have the effect for every row that was not done."""
-    for pk in pks:
-        with Person.do_once(
-            pk,
-            "is_welcome_email_sent",
-            using=alias,
-            guarantee=guarantee,  # type: ignore[arg-type]
-        ) as person:
-            if person:
-                journal.write("effect", pk=pk)
-
-
-@pytest.mark.sql
-@pytest.mark.parametrize("flag", ["is_welcome_email_sent", "is_invoiced"])
-def test_one_effect_for_each_row_of_two_tables(flag: str, raced: str, tmp_path: Path) -> None:
-    """With multi-table inheritance a flag of the parent, or the child, excludes as well."""
-    for pk in range(1, ROWS + 1):
-        Customer.objects.using(raced).create(pk=pk)
-    journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(serve_all, 4, raced, flag, journal)
-    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
-    assert Customer.objects.using(raced).filter(**{flag: True}).count() == ROWS
-
-
-def serve_all(alias: str, flag: str, journal: Journal) -> None:
-    """Have the effect for every customer for whom it was not had."""
-    for pk in range(1, ROWS + 1):
-        with Customer.do_once(pk, flag, using=alias) as customer:
-            if customer:
-                journal.write("effect", pk=pk)
 
 
 def test_rows_that_refer_to_the_row_are_added_while_the_block_runs(postgres_alias: str) -> None:
@@ -174,10 +169,10 @@ def _is_free(alias: str) -> bool:
         return False
 
 
-def stay_inside(alias: str, guarantee: Any = "at_least_once") -> None:
+def stay_inside(alias: str, guarantee: Any, model: type[IdempotentMixin] = Person) -> None:
     """Enter the block and stay there until killed."""
-    with Person.do_once(1, "is_welcome_email_sent", using=alias, guarantee=guarantee) as person:
-        tell(person is not None)
+    with model.do_once(1, FLAG, using=alias, guarantee=guarantee) as row:
+        tell(row is not None)
         signal.pause()
 
 
@@ -232,7 +227,7 @@ def test_the_rows_of_one_object_are_locked_together(
 ) -> None:
     """With multi-table inheritance parent and child wait for each other."""
     Customer.objects.using(db_alias).create(pk=1)
-    with start_in_process(serve_until_killed, db_alias, inside.__name__) as process:
+    with start_in_process(stay_inside, db_alias, "at_least_once", inside) as process:
         process.receive()
         with (
             pytest.raises(LockNotAcquired),
@@ -241,23 +236,11 @@ def test_the_rows_of_one_object_are_locked_together(
             pytest.fail("the block ran")
 
 
-def serve_until_killed(alias: str, model: str) -> None:
-    """Enter the block for an account, as one or as a customer, and stay there until killed."""
-    models = {"Account": Account, "Customer": Customer}
-    with models[model].do_once(1, "is_welcome_email_sent", using=alias) as account:
-        tell(account is not None)
-        signal.pause()
-
-
 @pytest.mark.parametrize(
     ("guarantee", "level"), [("at_least_once", "REPEATABLE_READ"), ("at_most_once", "SERIALIZABLE")]
 )
 def test_stricter_isolation_makes_no_error_of_a_wait(
-    guarantee: Any,
-    level: str,
-    postgres_alias: str,
-    postgres_server: PostgresServer,
-    monkeypatch: pytest.MonkeyPatch,
+    guarantee: Any, level: str, postgres_alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waited for another, however long, finds the work done at each isolation level."""
     now = [0.0]
@@ -268,7 +251,7 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
         with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
             assert person is not None
             second = pool.submit(is_ours, postgres_alias, guarantee)
-            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
+            until_somebody_waits(postgres_alias)
             now[0] += 3600
         assert second.result() is False
 
@@ -278,20 +261,19 @@ def test_what_serializable_refuses_at_the_commit_begins_again(
 ) -> None:
     """Under at_most_once also a commit that fails for the rows of others is no error."""
     isolate(postgres_alias, "SERIALIZABLE")
-    Person.everyone.using(postgres_alias).bulk_create(Person(pk=pk) for pk in range(1, ROWS + 1))
+    Person.everyone.using(postgres_alias).bulk_create(Person(pk=pk) for pk in PKS)
     journal = Journal(tmp_path / "effects.jsonl")
 
     def do(seed: int) -> None:
         try:
             # Each in an order of its own.
-            pks = Random(seed).sample(range(1, ROWS + 1), ROWS)
-            do_all(postgres_alias, "at_most_once", journal, pks)
+            do_all(postgres_alias, journal, Random(seed).sample(PKS, len(PKS)), "at_most_once")
         finally:
             connections[postgres_alias].close()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(do, range(4)))
-    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
+    assert journal.tally("pk", "effect") == dict.fromkeys(PKS, 1)
 
 
 def test_a_snapshot_that_is_too_old_is_explained(postgres_alias: str) -> None:

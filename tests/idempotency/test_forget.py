@@ -11,9 +11,7 @@ from django.db import connections, transaction
 from django_celery_safe import AlreadyClaimed, forget_record, idempotent
 from django_celery_safe.idempotency.records import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
-from tests.processes import wait_for
-from tests.servers import PostgresServer
-from tests.servers.databases import waits_for_a_lock
+from tests.servers.databases import until_somebody_waits
 
 #: A lease that no test outlasts.
 LEASE = timedelta(hours=10)
@@ -60,9 +58,7 @@ def test_work_that_runs_is_not_forgotten(db_alias: str) -> None:
 
 
 @pytest.mark.sql
-def test_a_claim_that_commits_meanwhile_is_safe(
-    postgres_alias: str, postgres_server: PostgresServer
-) -> None:
+def test_a_claim_that_commits_meanwhile_is_safe(postgres_alias: str) -> None:
     """The DELETE waits for a claim that is not committed, and leaves its record."""
     begin("mail:1", postgres_alias, timedelta(seconds=-1))
     row = record_table(postgres_alias).at("mail:1")
@@ -78,7 +74,7 @@ def test_a_claim_that_commits_meanwhile_is_safe(
             table = record_table(postgres_alias)
             assert table.execute("claim_record", "mail:1", token="new", **facts)
             forgotten = pool.submit(forget)
-            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 20)
+            until_somebody_waits(postgres_alias)
         with pytest.raises(AlreadyClaimed):
             forgotten.result()
     assert row.get().token == "new"

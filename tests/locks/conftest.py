@@ -6,7 +6,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe.signals import lock_lost
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache, require
+from tests.conftest import REDIS_BACKENDS, require
 from tests.servers import RedisServer, ServerPool
 
 
@@ -21,12 +21,6 @@ def losses() -> Iterator[list[str]]:
     lock_lost.connect(listen)
     yield told
     lock_lost.disconnect(listen)
-
-
-@pytest.fixture
-def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
-    """Locks live in the private Redis that tests share, emptied, by django-redis."""
-    settings.CACHES = redis_cache_settings("django-redis")
 
 
 @pytest.fixture

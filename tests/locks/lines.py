@@ -1,6 +1,7 @@
 """A line between a client and a server: it loses answers or connections, or falls silent."""
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ class Line:
         self._target = port
         #: After how many bytes the next answer is cut off, and its connection with it; None: not.
         self.cut_after: int | None = None
+        #: Of each connection that is to be cut, the next first: after how many bytes of requests.
+        self.cuts: list[int] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
@@ -54,19 +57,23 @@ class Line:
                 client = self._listener.accept()[0]
                 server = socket.create_connection(("127.0.0.1", self._target))
                 self._open += [client, server]
+                most = self.cuts.pop(0) if self.cuts else sys.maxsize
                 for work in (
-                    partial(self._ask, client, server),
+                    partial(self._ask, client, server, most),
                     partial(self._tell, server, client),
                 ):
                     threading.Thread(target=work, daemon=True).start()
 
-    def _ask(self, client: socket.socket, server: socket.socket) -> None:
+    def _ask(self, client: socket.socket, server: socket.socket, most: int) -> None:
         with suppress(OSError):
             while data := client.recv(65536):
                 if client in self._silent:
                     self.swallowed.set()
-                else:
-                    server.sendall(data)
+                    continue
+                server.sendall(data[:most])
+                most -= len(data)
+                if most < 0:
+                    break
         self._shut(client)
         self._shut(server)
 

@@ -1,6 +1,6 @@
 """Leases and their renewals, as a test sees them in the store."""
 
-from django_celery_safe import HeldLock, find_lock
+from django_celery_safe import HeldLock, cache_lock, find_lock
 from django_celery_safe.leases.lease import clock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
@@ -19,6 +19,12 @@ def get_remaining(name: str) -> float:
     remaining = get_lock(name).remaining
     assert remaining is not None
     return remaining
+
+
+def wait_and_release(name: str) -> bool:
+    """Take a lock when it is free, and give it back."""
+    lock = cache_lock(name, blocking_timeout=60)
+    return lock.acquire() and lock.release()
 
 
 def stop_renewing(lock: CacheLock) -> None:

@@ -1,14 +1,17 @@
-"""Locks and coroutines: calls that would block the loop are refused, with the way that works."""
+"""Locks and coroutines: calls that would block the loop, or end before their work, are refused."""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from pytest_django import Settings
 
 from django_celery_safe import CacheLock, ConfigurationError, cache_lock, find_lock
+
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
 THE_WAY = (
     r"whole `with cache_lock\(...\) as lock:` block into one function.*sync_to_async\(function"
@@ -37,9 +40,7 @@ OWNERS: dict[str, Callable[[CacheLock], Any]] = {
 
 
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
-def test_a_lock_is_not_acquired_in_an_event_loop(
-    action: Callable[[CacheLock], Any], locks_in_memory: None
-) -> None:
+def test_a_lock_is_not_acquired_in_an_event_loop(action: Callable[[CacheLock], Any]) -> None:
     """Where an event loop runs a lock is refused with the way that works, and nothing is held."""
     with pytest.raises(ConfigurationError, match=THE_WAY):
         asyncio.run(in_loop(lambda: action(cache_lock("async"))))
@@ -47,9 +48,7 @@ def test_a_lock_is_not_acquired_in_an_event_loop(
 
 
 @pytest.mark.parametrize("action", OWNERS.values(), ids=OWNERS)
-def test_a_held_lock_is_not_asked_for_in_an_event_loop(
-    action: Callable[[CacheLock], Any], locks_in_memory: None
-) -> None:
+def test_a_held_lock_is_not_asked_for_in_an_event_loop(action: Callable[[CacheLock], Any]) -> None:
     """ensure() and extend() are refused where an event loop runs; release() works and ends it."""
     lock = cache_lock("async")
     assert lock.acquire()
@@ -72,7 +71,7 @@ def test_a_lock_in_a_database_is_not_released_in_an_event_loop(
     assert lock.release() is True
 
 
-def test_a_coroutine_is_not_told_that_its_lock_is_free(locks_in_memory: None) -> None:
+def test_a_coroutine_is_not_told_that_its_lock_is_free() -> None:
     """In a coroutine `held` of what a helper thread acquired is an error, and not False."""
 
     async def work() -> None:
@@ -86,13 +85,13 @@ def test_a_coroutine_is_not_told_that_its_lock_is_free(locks_in_memory: None) ->
     asyncio.run(work())
 
 
-def test_a_notebook_may_lock(locks_in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_may_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DJANGO_ALLOW_ASYNC_UNSAFE, as Django's documentation has it for Jupyter, locks work."""
     monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
     assert asyncio.run(in_loop(lambda: hold("async"))) is True
 
 
-def test_another_greenlet_may_lock(locks_in_memory: None) -> None:
+def test_another_greenlet_may_lock() -> None:
     """With gevent the thread's running loop is not that of the greenlet that asks for a lock."""
 
     def look_as_a_greenlet_does() -> None:
@@ -107,3 +106,69 @@ def test_another_greenlet_may_lock(locks_in_memory: None) -> None:
     outcomes: list[bool] = []
     asyncio.run(wait_for_io())
     assert outcomes == [True]
+
+
+# Callables that the decorator guards, and its errors for the others.
+
+
+async def coroutine(value: int = 0) -> int:
+    """Return the value, some time."""
+    return value
+
+
+async def async_generator(value: int = 0) -> AsyncIterator[int]:
+    """Yield the value, some time."""
+    yield value
+
+
+def generator(value: int = 0) -> Iterator[int]:
+    """Yield the value."""
+    yield value
+
+
+class Asynchronous:
+    """Objects that are called, and return before their work is done."""
+
+    async def __call__(self) -> None:
+        """Do nothing."""
+
+
+def plain(value: int = 0) -> int:
+    """Return the value, under the lock."""
+    assert find_lock("guarded") is not None
+    return value
+
+
+LATE = "@cache_lock can't decorate .* returns before its body runs"
+NO_FUNCTION = "@cache_lock got .* instead of a function. Put it right above"
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "coroutine function": (coroutine, LATE),
+    "async generator function": (async_generator, LATE),
+    "generator function": (generator, LATE),
+    "callable object": (Asynchronous(), LATE),
+    "class": (dict, NO_FUNCTION),
+    "staticmethod": (staticmethod(plain), NO_FUNCTION),
+    "no callable": (42, NO_FUNCTION),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_a_call_does_not_do_is_refused(kind: str) -> None:
+    """Work that outlasts its call is refused, with what to do instead."""
+    function, words = REFUSED[kind]
+    error = ConfigurationError if words == LATE else TypeError
+    with pytest.raises(error, match=words):
+        cache_lock("guarded")(function)
+
+
+GUARDED: dict[str, Callable[..., int]] = {
+    "partial": functools.partial(plain, 1),
+    "async_to_sync": async_to_sync(coroutine),
+}
+
+
+def test_what_a_call_does_is_guarded() -> None:
+    """Work that is done when the call returns is guarded."""
+    for function in GUARDED.values():
+        assert cache_lock("guarded")(function)() in (0, 1)

@@ -15,7 +15,7 @@ from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, MakeDatabase
+from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.locks.hanging import hanging
 from tests.locks.lines import Line, line_to
 from tests.locks.renewals import get_lock
@@ -25,30 +25,23 @@ from tests.servers.databases import DatabaseKind
 
 
 @pytest.fixture
-def redis_line(settings: Settings, redis_server: RedisServer) -> Iterator[Line]:
+def redis_line(
+    settings: Settings, redis_server: RedisServer, redis_cache_settings: MakeRedisCache
+) -> Iterator[Line]:
     """The line to Redis, where locks live."""
     with line_to(redis_server.port) as line:
-        settings.CACHES = {
-            "default": {
-                "BACKEND": REDIS_BACKENDS["django-redis"],
-                "LOCATION": f"redis://127.0.0.1:{line.port}/0",
-                "KEY_PREFIX": f"line {line.port}",
-            }
-        }
+        url = f"redis://127.0.0.1:{line.port}/0"
+        settings.CACHES = redis_cache_settings("django-redis", LOCATION=url)
         yield line
 
 
 @pytest.fixture
-def memcached_line(settings: Settings, memcached_server: MemcachedServer) -> Iterator[Line]:
+def memcached_line(
+    settings: Settings, memcached_server: MemcachedServer, memcached_cache_settings: Any
+) -> Iterator[Line]:
     """The line to memcached, where locks live."""
     with line_to(memcached_server.port) as line:
-        settings.CACHES = {
-            "default": {
-                "BACKEND": "django.core.cache.backends.memcached.PyMemcacheCache",
-                "LOCATION": f"127.0.0.1:{line.port}",
-                "KEY_PREFIX": f"line{line.port}",
-            }
-        }
+        settings.CACHES = memcached_cache_settings(LOCATION=f"127.0.0.1:{line.port}")
         yield line
 
 

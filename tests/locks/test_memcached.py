@@ -32,8 +32,6 @@ BACKEND = "django.core.cache.backends.memcached.PyMemcacheCache"
 #: Timeout of the clients of servers that stop to answer, s.
 TIMEOUT = 0.3
 THIRTY_DAYS = 30 * 24 * 3600 - 1
-#: The part of a key before the lock's name, in a cache without a prefix, of version 1.
-PREFIX = ":1:celery_safe:lock:"
 
 
 def use(settings: Settings, server: MemcachedServer, **options: Any) -> None:

@@ -49,17 +49,6 @@ def caches_by(
 
 
 @pytest.fixture
-def cluster(
-    redis_cluster: RedisClusterServer,
-    cluster_cache_settings: Callable[[], CacheSettings],
-    settings: Settings,
-) -> RedisClusterServer:
-    """The cluster that tests share, emptied; locks live in it."""
-    settings.CACHES = cluster_cache_settings()
-    return redis_cluster
-
-
-@pytest.fixture
 def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
     """A cluster of this test alone, with which clients have a short socket timeout."""
     with ServerPool() as servers:

@@ -23,10 +23,15 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-def test_it_closes_with_its_owner(redis_server: RedisServer) -> None:
+@pytest.fixture
+def before(redis_server: RedisServer) -> int:
+    """How many connections there are without those of other tests."""
+    gc.collect()
+    return connections_to(redis_server.port)
+
+
+def test_it_closes_with_its_owner(redis_server: RedisServer, before: int) -> None:
     """Connections that go out of use close, also as a part of a cycle."""
-    gc.collect()  # what other tests left
-    before = connections_to(redis_server.port)
     with warnings.catch_warnings(), redis_server.client() as client:
         warnings.simplefilter("error")
         for _ in range(5):
@@ -39,14 +44,12 @@ def test_it_closes_with_its_owner(redis_server: RedisServer) -> None:
         assert connections_to(redis_server.port) == before
 
 
-def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
+def test_an_interrupted_connection_is_closed(redis_server: RedisServer, before: int) -> None:
     """A connection that a signal interrupted before the answer came serves no other command."""
 
     def interrupt(*args: object) -> None:
         raise SystemExit
 
-    gc.collect()  # what other tests left
-    before = connections_to(redis_server.port)
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         with redis_server.client() as client:
@@ -73,10 +76,10 @@ def test_a_greeting_has_no_numbers_for_hiredis(redis_server: RedisServer) -> Non
         own.close()
 
 
-def test_a_connection_opened_in_haste_is_not_for_others(redis_server: RedisServer) -> None:
+def test_a_connection_opened_in_haste_is_not_for_others(
+    redis_server: RedisServer, before: int
+) -> None:
     """A request waits as long as its settings say, on a connection that another opened, too."""
-    gc.collect()  # what other tests left
-    before = connections_to(redis_server.port)
     with Redis.from_url(redis_server.url, socket_timeout=30) as client:
         own = Connections(client)
         for _ in range(3):

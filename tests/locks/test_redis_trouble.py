@@ -23,6 +23,7 @@ from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, RedisCacheKind
+from tests.locks.renewals import wait_and_release
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
@@ -54,17 +55,9 @@ def key_of(name: str) -> str:
     return str(cache.make_key(f"celery_safe:lock:{name}"))
 
 
-def wait_and_release(name: str, blocking_timeout: float | None = None) -> bool:
-    """Take a lock when it is free, and give it back."""
-    lock = cache_lock(name, blocking_timeout=blocking_timeout)
-    return lock.acquire() and lock.release()
-
-
-def start_waiting(
-    pool: ThreadPoolExecutor, server: RedisServer, name: str, blocking_timeout: float | None = None
-) -> "Future[bool]":
+def start_waiting(pool: ThreadPoolExecutor, server: RedisServer, name: str) -> "Future[bool]":
     """Have another thread wait for a lock that is held; it waits when this returns."""
-    waiting = pool.submit(wait_and_release, name, blocking_timeout)
+    waiting = pool.submit(wait_and_release, name)
     wait_for_waiters(server, 1)
     return waiting
 

@@ -16,6 +16,7 @@ from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
 from tests.conftest import MakeRedisCache, RedisCacheKind
+from tests.locks.renewals import wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisServer
 
@@ -161,12 +162,6 @@ def check_life(cut: Cut, clock: HeldClock) -> None:
         wait_for(lambda: cut.admin.info("clients")["blocked_clients"], 20, "nobody waits")
         assert lock.release()
         assert waiting.result(30)
-
-
-def wait_and_release(name: str) -> bool:
-    """Take a lock when it is free, and give it back."""
-    lock = cache_lock(name, blocking_timeout=10)
-    return lock.acquire() and lock.release()
 
 
 @pytest.mark.parametrize(

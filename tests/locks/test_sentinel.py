@@ -8,10 +8,11 @@ import pytest
 from django.core.cache import cache
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockBackendError, cache_lock, iter_locks
+from django_celery_safe import LockBackendError, cache_lock, iter_locks
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, require
 from tests.locks.lines import connections_to
+from tests.locks.renewals import wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisServer, SentinelServer, ServerPool
 
@@ -87,7 +88,7 @@ def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldC
 def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
     """With the master killed nobody is told that a lock is held; then the replica has them all."""
     with ThreadPoolExecutor(1) as pool, cache_lock("before", timeout=60) as lock:
-        waiting = pool.submit(wait_and_release, cache_lock("before", blocking_timeout=60))
+        waiting = pool.submit(wait_and_release, "before")
         with sentinel.first.client() as client:
             wait_for(lambda: client.info("clients")["blocked_clients"], 30, "nobody waits")
         replicate(sentinel.first)
@@ -108,8 +109,3 @@ def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
         with contextlib.suppress(LockBackendError):
             assert waiting.result(60) is True
     assert not list(iter_locks())
-
-
-def wait_and_release(lock: CacheLock) -> bool:
-    """Take the lock when it is free, and give it back."""
-    return lock.acquire() and lock.release()

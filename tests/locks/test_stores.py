@@ -28,7 +28,7 @@ from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import database, get_store, redis
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.database import DatabaseStore
-from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
+from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase, MakeRedisCache, require
@@ -36,31 +36,34 @@ from tests.locks.renewals import get_lock
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
-REFUSED = {
-    "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
-    "django.core.cache.backends.db.DatabaseCache": "taken again in between",
-    "django.core.cache.backends.dummy.DummyCache": "every add",
+#: The backend of a cache and more of its settings, and what the error says.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "django.core.cache.backends.filebased.FileBasedCache": (
+        {"LOCATION": "/nowhere"},
+        "a read and then a write.*Use Redis",
+    ),
+    "django.core.cache.backends.db.DatabaseCache": ({}, "taken again in between.*Use Redis"),
+    "django.core.cache.backends.dummy.DummyCache": ({}, "every add.*Use Redis"),
+    "django.core.cache.backends.memcached.PyMemcacheCache": (
+        {"LOCATION": ["127.0.0.1:1", "unix:/no/such.sock"]},
+        r"one of its several servers.*alias with one",
+    ),
+    "django_redis.cache.RedisCache": (
+        {
+            "LOCATION": ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"],
+            "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
+        },
+        "several servers",
+    ),
 }
 
 
 @pytest.mark.parametrize("backend", REFUSED)
-def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings, tmp_path: object) -> None:
-    """A cache on which two could hold one lock says so, and what to use instead."""
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": str(tmp_path)}}
-    with pytest.raises(ConfigurationError, match=f"{REFUSED[backend]}.*Use Redis"):
-        cache_lock("x").acquire()
-
-
-def test_a_sharding_client_is_refused(settings: Settings) -> None:
-    """django-redis with a client that shards is refused, though it is a Redis."""
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django_redis.cache.RedisCache",
-            "LOCATION": ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"],
-            "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
-        }
-    }
-    with pytest.raises(ConfigurationError, match="several servers"):
+def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings) -> None:
+    """A cache on which two could hold one lock says so before it is used, and what to do."""
+    more, sentence = REFUSED[backend]
+    settings.CACHES = {"default": {"LOCATION": "", "BACKEND": backend, **more}}
+    with pytest.raises(ConfigurationError, match=sentence):
         cache_lock("x").acquire()
 
 
@@ -84,25 +87,6 @@ def test_keys_of_the_current_tenant_are_refused(
         cache_lock("x").acquire()
     monkeypatch.delitem(sys.modules, "django_tenants.cache")
     monkeypatch.delitem(sys.modules, "django_tenants")
-
-
-def test_several_memcached_servers_are_refused(settings: Settings) -> None:
-    """A client of several memcached servers is refused before it is used, since locks move."""
-    backend = "django.core.cache.backends.memcached.PyMemcacheCache"
-    location = ["127.0.0.1:1", "unix:/no/such.sock"]
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
-    with pytest.raises(ConfigurationError, match=r"one of its several servers.*alias with one"):
-        cache_lock("x").acquire()
-
-
-def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -> None:
-    """A worker pool of several processes can't share locks in LocMemCache."""
-    set_pool_processes(4)
-    try:
-        with pytest.raises(ConfigurationError, match=r"4 processes.*--pool=threads"):
-            cache_lock("x").acquire()
-    finally:
-        set_pool_processes(1)
 
 
 def test_an_unknown_lock_database_is_named(settings: Settings) -> None:

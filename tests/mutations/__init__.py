@@ -84,6 +84,30 @@ class Mutation(NamedTuple):
         return "".join(lines[: first - 1]), place, "".join(lines[last:])
 
 
+def read(text: str) -> dict[str, list[Mutation]]:
+    """
+    Return the mutations of each room, which stands in brackets above them.
+
+    A mutation is its place and its fault, which may go on in indented lines, and then, as in a
+    patch, the lines that are there once behind ``-``, and those that replace them behind ``+``.
+    """
+    rooms: dict[str, list[Mutation]] = {}
+    for line in text.strip().splitlines():
+        kind, rest = line[0], line[1:]
+        if kind == "[":
+            found = rooms[rest.rstrip("]")] = []
+        elif kind in " -+":
+            one = found.pop()
+            name = {" ": "breaks", "-": "old", "+": "new"}[kind]
+            before = getattr(one, name)
+            more = f"{before}\n{rest}" if before and kind != " " else before + rest
+            found.append(one._replace(**{name: more}))
+        else:
+            where, _, breaks = line.partition(": ")
+            found.append(Mutation(where, "", "", breaks))
+    return rooms
+
+
 def _find_lines(tree: ast.AST, names: list[str]) -> tuple[int, int]:
     """Return the first and last line of a nested definition."""
     for name in names:

@@ -26,12 +26,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
-from . import TESTS, Mutation
-from .faults import MUTATIONS
+from . import TESTS, Mutation, read
+from .faults import FAULTS
 
 if TYPE_CHECKING:
     from coverage import CoverageData
 
+MUTATIONS: Final = read(FAULTS)
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = "django_celery_safe"
 OUTCOMES: Final = Path(__file__).with_name("outcomes.txt")

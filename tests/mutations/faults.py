@@ -1,738 +1,399 @@
-"""The mutations, by room."""
+"""
+The mutations, by room, as :func:`tests.mutations.read` understands them.
 
-from . import Mutation as M  # noqa: N817 - a hundred lines begin with it
+Each has a place with what a user would see, the text that is there once, and the fault.
+"""
 
-MUTATIONS = {
-    "leases": [
-        M(
-            "leases.lease:Lease.remaining",
-            "self.lost or self.pid != process.pid",
-            "self.lost",
-            "a forked child believes that it holds its parent's lock",
-        ),
-        M(
-            "leases.lease:Lease.remaining",
-            " - self.store.early",
-            "",
-            "a holder trusts a lease in memcached up to a second longer than the server",
-        ),
-        M(
-            "leases.lease:Lease.began",
-            "self.asked_at = asked_at",
-            "self.asked_at = clock.now()",
-            "a lease is trusted from the answer on, not from the request",
-        ),
-        M("leases.lease:RENEW_AFTER", "1 / 3", "1 / 1", "a lease is renewed only when it is over"),
-        M(
-            "leases.lease:Lease.find_end",
-            "self.thread() is None:",
-            "False:",
-            "the lock of a thread that ended is renewed for ever",
-        ),
-        M(
-            "leases.renewer:Lane._take_due",
-            "(end := lease.find_end()) is None:",
-            "(end := None) is None:",
-            "the lock of a task that ended without releasing it is renewed for ever",
-        ),
-        M(
-            "leases.renewer:Lane._renew",
-            "lost.append(lease)",
-            "pass",
-            "a holder never hears that its lease was lost",
-        ),
-        M(
-            "leases.renewer:Lane._renew",
-            "lease.renew_at = asked_at + lease.seconds * RETRY_AFTER",
-            "lease.renew_at = asked_at + lease.seconds",
-            "after one failed renewal a lease expires",
-        ),
-        M(
-            "leases.renewer:Lane._run",
-            "except BaseException:",
-            "except LockBackendError:",
-            "an error of a signal's receiver ends the renewal of all leases",
-        ),
-        M(
-            "leases.renewer:Lane._renew",
-            "elif lease.lane is not self:",
-            "elif False:",
-            "a lock that was released during a renewal is reported as lost",
-        ),
-        M(
-            "leases.claim:Claim.end_by",
-            "or (connection.connection is not session and is_written())",
-            "",
-            "work whose end was recorded is reported as lost if the answer was lost",
-        ),
-        M(
-            "leases.claim:Claim.ask",
-            "connection.close()",
-            "pass",
-            "after a restart of the database no outcome can be recorded",
-        ),
-        M(
-            "leases.claim:Claim.check_committed",
-            "if not self.is_done():",
-            "if False:",
-            "work that was finished in a transaction that was rolled back counts as done",
-        ),
-        M(
-            "leases.claim:Claim.prepare",
-            "if is_transaction_open(alias):",
-            "if False:",
-            "work begins inside a transaction, where no other process sees its claim",
-        ),
-        M(
-            "leases.claim:Claim.check_unfinished",
-            "if self.is_of_parent():",
-            "if False:",
-            "a forked child finishes its parent's work",
-        ),
-    ],
-    "locks": [
-        M(
-            "locks.stores.redis_scripts:RELEASE",
-            "if not value or string.sub(value, 1, 32) ~= ARGV[1] then",
-            "if not value then",
-            "a release frees the lock of the next holder",
-        ),
-        M(
-            "locks.stores.redis_scripts:EXTEND",
-            "and string.sub(value, 1, 32) == token then",
-            "then",
-            "a renewal extends another holder's lock and believes that it is ours",
-        ),
-        M(
-            "locks.stores.redis_scripts:ACQUIRE",
-            "ARGV[2], 'NX') then",
-            "ARGV[2]) then",
-            "two processes hold one lock",
-        ),
-        M(
-            "locks.stores.redis_scripts:NEXT_FENCE",
-            "if last and last >= fence then",
-            "if false then",
-            "a fence is smaller than an earlier one after the server's clock was set back",
-        ),
-        M(
-            "locks.stores.redis_scripts:ACQUIRE_PLACE",
-            "elseif not own and has_same_task(value) then",
-            "elseif false then",
-            "a message that is delivered twice takes two places of a limit",
-        ),
-        M(
-            "locks.stores.redis:RedisStore.release_along",
-            "or (is_repeat and remaining is not None and remaining > 0)",
-            "",
-            "a release whose answer was lost is reported as a lost lock",
-        ),
-        M(
-            "locks.stores.redis:RedisStore._run",
-            '("EVAL", script.source, number',
-            '("EVALSHA", script.sha, number',
-            "no lock works after a SCRIPT FLUSH",
-        ),
-        M(
-            "locks.stores.redis_connections:Connections._use",
-            "            connection.disconnect()\n            raise",
-            "            self._keep(connection)\n            raise",
-            "a request gets the late answer of an earlier one",
-        ),
-        M(
-            "locks.lock:CacheLock._try",
-            "store.connect()",
-            "pass",
-            "a slow greeting of a server is a part of the lease",
-        ),
-        M(
-            "locks.stores.redis:_milliseconds",
-            "math.ceil",
-            "math.floor",
-            "a lease ends a little before its holder stops trusting it",
-        ),
-        M(
-            "locks.stores.database:RELEASE",
-            " AND {token} = %(token)s",
-            "",
-            "a release in a database frees the lock of the next holder",
-        ),
-        M(
-            "locks.stores.database:UPSERT",
-            "WHERE {table}.{ends} <= {now} ",
-            "",
-            "a lock in a database is taken although it is held",
-        ),
-        M(
-            "locks.stores.database:UPSERT",
-            "{greatest}({table}.{fence} + 1, excluded.{fence})",
-            "excluded.{fence}",
-            "a fence in a database is smaller than an earlier one after the clock was set back",
-        ),
-        M(
-            "locks.stores.database:DatabaseStore._take_any_place",
-            "if not self._has_twin(names, request):",
-            "if True:",
-            "a message that is delivered twice at once takes two places of a database's lock",
-        ),
-        M(
-            "locks.stores.database:DatabaseStore.errors",
-            "if is_transaction_open(self.alias):",
-            "if False:",
-            "a lock is taken inside a transaction that hides it from all others",
-        ),
-        M(
-            "locks.stores.memcached:MemcachedStore._replace",
-            "if found is None or not found.startswith(token.encode()):",
-            "if found is None:",
-            "a release in memcached frees the lock of the next holder",
-        ),
-        M(
-            "locks.stores.memcached:_expiry",
-            " + TICK",
-            "",
-            "a lease in memcached ends up to a second early",
-        ),
-        M(
-            "locks.stores.portable:PortableStore.release",
-            "if remaining is None or remaining > NO_DELETE:",
-            "if True:",
-            "a late release in a plain cache deletes the next holder's lock",
-        ),
-        M(
-            "locks.stores.local:_Memory.find",
-            "token not in (None, lock.token)",
-            "False",
-            "a release in local memory frees the lock of the next holder",
-        ),
-        M(
-            "locks.lock:PerThread",
-            "class PerThread(Mine, threading.local):",
-            "class PerThread(Mine):",
-            "a thread can release a lock that another one holds through the same object",
-        ),
-        M(
-            "locks.lock:CacheLock.__exit__",
-            "except CelerySafeError as failure:",
-            "except LockLost as failure:",
-            "a store that does not answer hides the error of a block",
-        ),
-        M(
-            "locks.lock:CacheLock.acquire",
-            "if left <= 0:",
-            "if True:",
-            "a waiter gives up at its first try",
-        ),
-        M(
-            "locks.lock:CacheLock._try",
-            "if took < seconds - store.early:",
-            "if True:",
-            "a lock whose lease was over before the answer came counts as held",
-        ),
-        M(
-            "locks.lock:CacheLock._try",
-            "give_back(store, token, *place_names(name, limit))",
-            "pass",
-            "a soft time limit during an acquisition leaves a lock that nobody holds",
-        ),
-    ],
-    "concurrency": [
-        M(
-            "concurrency.keys:encode",
-            'return "T" if value else "F"',
-            "return f\"i{int.__format__(value, 'x')};\"",
-            "calls with True and 1 share a lock",
-        ),
-        M(
-            "concurrency.keys:encode",
-            'return f"s{len(value)}:{str.__str__(value)}"',
-            "return str.__str__(value)",
-            "calls with other arguments share a lock",
-        ),
-        M(
-            "concurrency.keys:call_key",
-            "call.arguments[name] = to_wire(value, serializer)",
-            "call.arguments[name] = value",
-            "the sender and the worker compute different keys for one call",
-        ),
-        M(
-            "concurrency.guard:Run._is_held_by_own",
-            "contender.holder.task_id == own",
-            "False",
-            "a message that meets the lock of its own killed run is skipped, and lost",
-        ),
-        M(
-            "concurrency.guard:Run._step_aside",
-            "copies.resend_later(self.task, self.message, delay)",
-            "return",
-            'on_conflict="retry" drops the task',
-        ),
-        M(
-            "concurrency.guard:_run",
-            'if request is not None and "duplicate" in header:',
-            "if False:",
-            "a duplicate that a canvas waits for does the work again",
-        ),
-        M(
-            "concurrency.guard:Run._step_aside",
-            'if way == "skip":',
-            'if way == "skip" or self.message is None:',
-            "a direct call that must raise on a conflict is skipped silently",
-        ),
-        M(
-            "concurrency.sent:SentLock._begin_run",
-            "self.move(0)",
-            "pass",
-            'with unique_until="start" a send during the run is refused',
-        ),
-        M(
-            "concurrency.sent:SentLock.end_run",
-            "lock.along is not self.freed",
-            "True",
-            "a lock of a send that the store could not free along stays until its lease ends",
-        ),
-        M(
-            "concurrency.guard:Run.run_and_settle",
-            '0.0 if self.options.unique_until == "start" else math.inf',
-            "0.0",
-            'with unique_until="end" the same task can be sent again while it runs',
-        ),
-        M(
-            "concurrency.sent:SentLock.after",
-            "if error is None:",
-            "if False:",
-            "a unique task can't be sent again after it has ended",
-        ),
-        M(
-            "concurrency.sent:SentLock.claim",
-            "store.release(self.name, self.token)",
-            "pass",
-            "a send whose answer was lost keeps later sends out for an hour",
-        ),
-        M(
-            "concurrency.sent:SentLock.lease",
-            "+ max(0.0, seconds_until(eta) or 0.0)",
-            "",
-            "a unique task with a countdown can be sent twice before it runs",
-        ),
-        M(
-            "concurrency.message_endings:settle",
-            "outcome.pid not in (None, os.getpid())",
-            "False",
-            "the lock of a killed run is held for a whole lease",
-        ),
-        M(
-            "concurrency.message_endings:_free_after_death",
-            "and not outcome.ended(held.holder)",
-            "and False",
-            "a killed process frees the lock of a living one",
-        ),
-        M(
-            "sending.deduplicate:publish_once",
-            "            sent.move(0)\n            raise",
-            "            raise",
-            "a send that the broker refused keeps later sends out",
-        ),
-    ],
-    "delivery": [
-        M(
-            "delivery.header:read_header",
-            'if found.get("task") != task:',
-            "if False:",
-            "a header that was copied to another task's message acts on that task",
-        ),
-        M(
-            "delivery.header:is_token",
-            "isinstance(value, str) and _TOKEN.fullmatch(value) is not None",
-            "isinstance(value, str)",
-            "a forged token of another length cuts a lock's value in the wrong place",
-        ),
-        M(
-            "delivery.wrappers:wrap_run",
-            "in reversed(WRAPPERS)",
-            "in WRAPPERS",
-            "a carried run ends its row inside of its lock",
-        ),
-        M(
-            "delivery.endings:_on_prerun",
-            "_running.set(frozenset())",
-            "pass",
-            "a run that a time limit ended is still there for the next one",
-        ),
-        M(
-            "delivery.call:run_for",
-            "_running.set(before | {(request.id, id(function))})",
-            "pass",
-            "a function that calls itself counts as another delivery of its message",
-        ),
-        M(
-            "delivery.copies:resending",
-            "context.run(_resent.set, Resent(task_id, unchanged))",
-            "_resent.set(Resent(task_id, unchanged))",
-            "every later send of the process counts as a retry and is not held back",
-        ),
-        M(
-            "delivery.copies:_send",
-            "delay = min(delay, _longest_delay(task))",
-            "pass",
-            "a message that waits beyond the visibility timeout multiplies",
-        ),
-        M(
-            "concurrency.guard:_run",
-            'if "copy" in header or (message.delivery_info or {}).get("redelivered"):',
-            "if False:",
-            "a run longer than the visibility timeout is followed by another, for ever",
-        ),
-        M(
-            "delivery.copies:marking_end",
-            "if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):",
-            "if True:",
-            "a copy that is to replace a run that gave up is dropped, and the work is lost",
-        ),
-        M(
-            "delivery.copies:_send",
-            "raise Rejected(error, requeue=True) from error",
-            "raise",
-            "a message that can't be re-sent now is lost although the broker has it",
-        ),
-    ],
-    "sending": [
-        M(
-            "sending.commit:must_wait",
-            "if connection.in_atomic_block:",
-            "if False:",
-            "a task is sent before the commit",
-        ),
-        M(
-            "sending.commit:must_wait",
-            "if others:",
-            "if False:",
-            "a task for another database's transaction is sent at once",
-        ),
-        M(
-            "sending.sender:Sender._send",
-            "except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run",
-            "except ArithmeticError as error:",
-            "an error of one send skips the other callbacks of the commit",
-        ),
-        M(
-            "sending.relay:Relay._claim",
-            "if not rows:",
-            "if not rows and self._since is None:",
-            "a row whose transaction committed late is never relayed",
-        ),
-        M(
-            "sending.relay:Relay._publish",
-            "if self._next.get(one.row.pk) != NOT_REACHED:\n                continue",
-            "if False:\n                continue",
-            "a relay publishes a batch twice",
-        ),
-        M(
-            "sending.relay:ClaimedMessage.is_expired",
-            "return left is not None and left <= 0",
-            "return False",
-            "a message that expired is sent again",
-        ),
-        M(
-            "sending.relay:Relay._settle",
-            "record_sent(self._token, self._next)",
-            "record_sent(self._token, {k: n for k, n in self._next.items() if n != NOT_REACHED})",
-            "what a relay could not send waits a minute for another one",
-        ),
-        M(
-            "sending.carried_endings:_follow_death",
-            ".update(due_at=Now())",
-            "",
-            "a carried task whose process was killed waits for the end of its lease",
-        ),
-        M(
-            "sending.carried:Run.end",
-            '"" if self.claim.is_finished else',
-            '"" if False else',
-            "a finished task's recorded result is overwritten by its return value",
-        ),
-        M(
-            "sending.carried:Run._come_again",
-            "return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))",
-            "return self.end()",
-            "a carried task that is retried or requeued counts as done",
-        ),
-        M(
-            "sending.carried_claim:claim_message",
-            'return "another process runs it" if found.state == "running" else',
-            'return claim, found if found.state == "running" else',
-            "a carried task that runs already is run a second time",
-        ),
-        M(
-            "sending.task:SafeTaskMixin._waits_for_commit",
-            'carried = outbox == UNTIL_DONE and ours.get("outbox") is None',
-            "carried = False",
-            "the next link of a carried chain is not carried",
-        ),
-        M(
-            "sending.task:SafeTaskMixin.retry",
-            "resending(self.request.id,",
-            "resending('other',",
-            "a retry inside a transaction is held back and dropped by the rollback",
-        ),
-        M(
-            "sending.capture:capture",
-            "context.run(CAPTURED.set, captured)",
-            "CAPTURED.set(captured)",
-            "every later send of the process is swallowed",
-        ),
-    ],
-    "idempotency": [
-        M(
-            "queries.sql:claim_record",
-            "(state = 'running' AND ends_at < NOW)",
-            "state = 'running'",
-            "two processes do the work of one key",
-        ),
-        M(
-            "idempotency.records:RecordClaim._read",
-            "if self._digest and row.digest and self._digest != row.digest:",
-            "if False:",
-            "a key that is used for other arguments returns the wrong result",
-        ),
-        M(
-            "idempotency.records:RecordClaim._read",
-            "if row.error:",
-            "if False:",
-            "a result that could not be stored is returned as None",
-        ),
-        M(
-            "leases.claim:Claim.prepare",
-            "if (self.name, self.table) in work:",
-            "if False:",
-            "nested work of one key waits for itself",
-        ),
-        M(
-            "idempotency.records:RecordClaim.fail",
-            "not isinstance(error, TaskPredicate)",
-            "False",
-            "a failure is not reported",
-        ),
-    ],
-    "stages": [
-        M(
-            "stages.follower:StepFollower._is_stage_open",
-            "return bool(",
-            "return not bool(",
-            "a run stops after its first stage",
-        ),
-        M(
-            "stages.engine:go_on",
-            "if not found:",
-            "if False:",
-            "a stage begins before the one before it has ended",
-        ),
-        M(
-            "stages.engine:fail",
-            "stop(store, run, Status.FAILED)",
-            "pass",
-            "the rest of a run goes on after a step has failed",
-        ),
-        M(
-            "stages.engine:fail",
-            "go_on(store, run)",
-            "pass",
-            "a run stands still whose last step's process was killed after that had succeeded",
-        ),
-        M(
-            "stages.engine:stop",
-            "drop_messages(store, waiting.filter(stage=run.stage))",
-            "pass",
-            "relays send the messages of aborted steps for ever where no worker knows their task",
-        ),
-        M(
-            "stages.engine:start",
-            "if not key:",
-            "if True:",
-            "a second run with a key fails with IntegrityError instead of AlreadyStarted",
-        ),
-        M(
-            "stages.engine:_restart",
-            "drop_messages(store, rows, claimed=True)",
-            "pass",
-            "a process that stood still ends a step that was resumed meanwhile",
-        ),
-        M(
-            "stages.follower:StepFollower.begin",
-            "if found.status != Status.RUNNING:",
-            "if False:",
-            "a step that has succeeded is called again when its message comes back",
-        ),
-        M(
-            "stages.follower:StepFollower.begin",
-            "if found.run_status in Status.STOPPED:",
-            "if False:",
-            "a step of an aborted run is run",
-        ),
-        M(
-            "stages.follower:StepFollower.wait",
-            "self._row().held(*held)",
-            "self._row()",
-            "an attempt that lost its step puts it back under the one that has it",
-        ),
-        M(
-            "stages.engine:succeed",
-            "held is None",
-            "True",
-            "an attempt that lost its step ends it under the one that has it",
-        ),
-        M(
-            "stages.step_tasks:run_step",
-            "elif not outcome.success:",
-            "elif False:",
-            "a step that was finished and then fails counts as both",
-        ),
-        M(
-            "sending.carried:_call",
-            "_refuse_after_deaths(run.task, request.id, found)",
-            "pass",
-            "a step that kills its worker is run again for ever",
-        ),
-    ],
-    "ground": [
-        M(
-            "values:encode",
-            "if len(text) <= longest:",
-            "if True:",
-            "a result that is too long is stored",
-        ),
-        M(
-            "transactions:in_atomic",
-            "not _is_of_testcase(block)",
-            "True",
-            "inside a TestCase nothing is sent on commit",
-        ),
-        M(
-            "transactions:Attempts.__exit__",
-            "if self.is_won or not",
-            "if not",
-            "a transaction that has begun its work is repeated, with the work",
-        ),
-        M(
-            "pruning:prune_some",
-            "range(most // batch)",
-            "range(1)",
-            "only the first batch of old rows is deleted",
-        ),
-        M(
-            "conf:retentions",
-            "if kind not in RETENTIONS:",
-            "if False:",
-            "a misspelt retention is ignored",
-        ),
-        M(
-            "emitting:emit_in_background",
-            "_waiting.put((emit, args))",
-            "emit(*args)",
-            "a slow receiver of a signal delays the renewal of locks",
-        ),
-    ],
-    "models": [
-        M(
-            "models.message_states:OutboxMessages.pending",
-            "state=State.PENDING)",
-            "state__in=[State.PENDING, State.RUNNING])",
-            "a relay gives back a message that a worker runs",
-        ),
-        M(
-            "models.message_states:OutboxMessages.due",
-            '.order_by("due_at", "pk")',
-            '.order_by("-due_at", "pk")',
-            "the newest messages are sent first",
-        ),
-        M(
-            "queries.sql:end_message",
-            " AND token = :token",
-            "",
-            "a run that lost its claim ends the row of the run that has it",
-        ),
-        M(
-            "models.message_states:OutboxMessages.fail_task",
-            "self.claimed(token).update(**sets, **kept)",
-            "self.update(**sets, **kept)",
-            "a run that lost its claim fails the row of the run that has it",
-        ),
-        M(
-            "models.message_states:OutboxMessages.discardable",
-            "carried = Q(state=State.SENT, due_at__isnull=False)",
-            "carried = Q(state__in=[State.SENT, State.RUNNING])",
-            "an operator discards a message whose task runs",
-        ),
-        M(
-            "models.message_states:OutboxMessages.put_back",
-            "sets |= DIED",
-            "pass",
-            "a task that kills its workers is never set aside",
-        ),
-        M(
-            "stages.engine:stop",
-            ".filter(run=run.pk).waiting()",
-            ".filter(run=run.pk)",
-            "aborting a run changes steps that have succeeded",
-        ),
-    ],
-    "resuming": [
-        M("resuming.walks:Rows.read", "__gt", "__gte", "the last row of a chunk is walked again"),
-        M(
-            "resuming.chunks:Chunk.commit",
-            "lost.raise_lost()",
-            "pass",
-            "a loop whose work another process does goes on",
-        ),
-        M(
-            "resuming.chunks:Chunk.open",
-            "self._claim.abandon_chunk = self.abandon",
-            "pass",
-            "a chunk that a traceback keeps stays open behind the end of its task",
-        ),
-        M(
-            "resuming.cursor:begin_walk",
-            "cursor.of != of",
-            "False",
-            "the cursor of one loop is taken for that of another",
-        ),
-        M(
-            "resuming.cursor:record",
-            "text if one is claim else None",
-            "text",
-            "a task goes on at the place of a key inside it",
-        ),
-        M(
-            "resuming.cursor:record",
-            "moved = text != claim.place",
-            "moved = True",
-            "a task that kills its processes at one place is run for ever",
-        ),
-        M(
-            "resuming.handing_over:hand_over_if_told",
-            "one.handed_over = HandedOver",
-            "raise HandedOver",
-            "a task that catches all errors counts as done when it was handed over",
-        ),
-        M(
-            "queries.sql:move_message",
-            "CASE WHEN :moved THEN 0 ELSE deaths END",
-            "deaths",
-            "a long task that dies now and then is given up although it goes on",
-        ),
-    ],
-    "outer": [
-        M(
-            "testing.deliveries:deliver_twice",
-            "redelivered=True",
-            "redelivered=False",
-            "the test kit does not show a redelivery as one",
-        ),
-        M(
-            "testing.locks:hold_lock",
-            "yield",
-            "lock.release(); yield",
-            "the test kit's held lock is free",
-        ),
-    ],
-}
+FAULTS = r"""
+[leases]
+leases.lease:Lease.remaining: a forked child believes that it holds its parent's lock
+-self.lost or self.pid != process.pid
++self.lost
+leases.lease:Lease.remaining: a holder trusts a lease in memcached up to a second longer than the
+  server
+- - self.store.early
+leases.lease:Lease.began: a lease is trusted from the answer on, not from the request
+-self.asked_at = asked_at
++self.asked_at = clock.now()
+leases.lease:RENEW_AFTER: a lease is renewed only when it is over
+-1 / 3
++1 / 1
+leases.lease:Lease.find_end: the lock of a thread that ended is renewed for ever
+-self.thread() is None:
++False:
+leases.renewer:Lane._take_due: the lock of a task that ended without releasing it is renewed for
+  ever
+-(end := lease.find_end()) is None:
++(end := None) is None:
+leases.renewer:Lane._renew: a holder never hears that its lease was lost
+-lost.append(lease)
++pass
+leases.renewer:Lane._renew: after one failed renewal a lease expires
+-lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
++lease.renew_at = asked_at + lease.seconds
+leases.renewer:Lane._run: an error of a signal's receiver ends the renewal of all leases
+-except BaseException:
++except LockBackendError:
+leases.renewer:Lane._renew: a lock that was released during a renewal is reported as lost
+-elif lease.lane is not self:
++elif False:
+leases.claim:Claim.end_by: work whose end was recorded is reported as lost if the answer was lost
+-or (connection.connection is not session and is_written())
+leases.claim:Claim.ask: after a restart of the database no outcome can be recorded
+-connection.close()
++pass
+leases.claim:Claim.check_committed: work that was finished in a transaction that was rolled back
+  counts as done
+-if not self.is_done():
++if False:
+leases.claim:Claim.prepare: work begins inside a transaction, where no other process sees its claim
+-if is_transaction_open(alias):
++if False:
+leases.claim:Claim.check_unfinished: a forked child finishes its parent's work
+-if self.is_of_parent():
++if False:
+[locks]
+locks.stores.redis_scripts:RELEASE: a release frees the lock of the next holder
+-if not value or string.sub(value, 1, 32) ~= ARGV[1] then
++if not value then
+locks.stores.redis_scripts:EXTEND: a renewal extends another holder's lock and believes that it is
+  ours
+-and string.sub(value, 1, 32) == token then
++then
+locks.stores.redis_scripts:ACQUIRE: two processes hold one lock
+-ARGV[2], 'NX') then
++ARGV[2]) then
+locks.stores.redis_scripts:NEXT_FENCE: a fence is smaller than an earlier one after the server's
+  clock was set back
+-if last and last >= fence then
++if false then
+locks.stores.redis_scripts:ACQUIRE_PLACE: a message that is delivered twice takes two places of a
+  limit
+-elseif not own and has_same_task(value) then
++elseif false then
+locks.stores.redis:RedisStore.release_along: a release whose answer was lost is reported as a lost
+  lock
+-or (is_repeat and remaining is not None and remaining > 0)
+locks.stores.redis:RedisStore._run: no lock works after a SCRIPT FLUSH
+-("EVAL", script.source, number
++("EVALSHA", script.sha, number
+locks.stores.redis_connections:Connections._use: a request gets the late answer of an earlier one
+-            connection.disconnect()
+-            raise
++            self._keep(connection)
++            raise
+locks.lock:CacheLock._try: a slow greeting of a server is a part of the lease
+-store.connect()
++pass
+locks.stores.redis:_milliseconds: a lease ends a little before its holder stops trusting it
+-math.ceil
++math.floor
+locks.stores.database:RELEASE: a release in a database frees the lock of the next holder
+- AND {token} = %(token)s
+locks.stores.database:UPSERT: a lock in a database is taken although it is held
+-WHERE {table}.{ends} <= {now}
+locks.stores.database:UPSERT: a fence in a database is smaller than an earlier one after the clock
+  was set back
+-{greatest}({table}.{fence} + 1, excluded.{fence})
++excluded.{fence}
+locks.stores.database:DatabaseStore._take_any_place: a message that is delivered twice at once takes
+  two places of a database's lock
+-if not self._has_twin(names, request):
++if True:
+locks.stores.database:DatabaseStore.errors: a lock is taken inside a transaction that hides it from
+  all others
+-if is_transaction_open(self.alias):
++if False:
+locks.stores.memcached:MemcachedStore._replace: a release in memcached frees the lock of the next
+  holder
+-if found is None or not found.startswith(token.encode()):
++if found is None:
+locks.stores.memcached:_expiry: a lease in memcached ends up to a second early
+- + TICK
+locks.stores.portable:PortableStore.release: a late release in a plain cache deletes the next
+  holder's lock
+-if remaining is None or remaining > NO_DELETE:
++if True:
+locks.stores.local:_Memory.find: a release in local memory frees the lock of the next holder
+-token not in (None, lock.token)
++False
+locks.lock:PerThread: a thread can release a lock that another one holds through the same object
+-class PerThread(Mine, threading.local):
++class PerThread(Mine):
+locks.lock:CacheLock.__exit__: a store that does not answer hides the error of a block
+-except CelerySafeError as failure:
++except LockLost as failure:
+locks.lock:CacheLock.acquire: a waiter gives up at its first try
+-if left <= 0:
++if True:
+locks.lock:CacheLock._try: a lock whose lease was over before the answer came counts as held
+-if took < seconds - store.early:
++if True:
+locks.lock:CacheLock._try: a soft time limit during an acquisition leaves a lock that nobody holds
+-give_back(store, token, *place_names(name, limit))
++pass
+[concurrency]
+concurrency.keys:encode: calls with True and 1 share a lock
+-return "T" if value else "F"
++return f"i{int.__format__(value, 'x')};"
+concurrency.keys:encode: calls with other arguments share a lock
+-return f"s{len(value)}:{str.__str__(value)}"
++return str.__str__(value)
+concurrency.keys:call_key: the sender and the worker compute different keys for one call
+-call.arguments[name] = to_wire(value, serializer)
++call.arguments[name] = value
+concurrency.guard:Run._is_held_by_own: a message that meets the lock of its own killed run is
+  skipped, and lost
+-contender.holder.task_id == own
++False
+concurrency.guard:Run._step_aside: on_conflict="retry" drops the task
+-copies.resend_later(self.task, self.message, delay)
++return
+concurrency.guard:_run: a duplicate that a canvas waits for does the work again
+-if request is not None and "duplicate" in header:
++if False:
+concurrency.guard:Run._step_aside: a direct call that must raise on a conflict is skipped silently
+-if way == "skip":
++if way == "skip" or self.message is None:
+concurrency.sent:SentLock._begin_run: with unique_until="start" a send during the run is refused
+-self.move(0)
++pass
+concurrency.sent:SentLock.end_run: a lock of a send that the store could not free along stays until
+  its lease ends
+-lock.along is not self.freed
++True
+concurrency.guard:Run.run_and_settle: with unique_until="end" the same task can be sent again while
+  it runs
+-0.0 if self.options.unique_until == "start" else math.inf
++0.0
+concurrency.sent:SentLock.after: a unique task can't be sent again after it has ended
+-if error is None:
++if False:
+concurrency.sent:SentLock.claim: a send whose answer was lost keeps later sends out for an hour
+-store.release(self.name, self.token)
++pass
+concurrency.sent:SentLock.lease: a unique task with a countdown can be sent twice before it runs
+-+ max(0.0, seconds_until(eta) or 0.0)
+concurrency.message_endings:settle: the lock of a killed run is held for a whole lease
+-outcome.pid not in (None, os.getpid())
++False
+concurrency.message_endings:_free_after_death: a killed process frees the lock of a living one
+-and not outcome.ended(held.holder)
++and False
+sending.deduplicate:publish_once: a send that the broker refused keeps later sends out
+-            sent.move(0)
+-            raise
++            raise
+[delivery]
+delivery.header:read_header: a header that was copied to another task's message acts on that task
+-if found.get("task") != task:
++if False:
+delivery.header:is_token: a forged token of another length cuts a lock's value in the wrong place
+-isinstance(value, str) and _TOKEN.fullmatch(value) is not None
++isinstance(value, str)
+delivery.wrappers:wrap_run: a carried run ends its row inside of its lock
+-in reversed(WRAPPERS)
++in WRAPPERS
+delivery.endings:_on_prerun: a run that a time limit ended is still there for the next one
+-_running.set(frozenset())
++pass
+delivery.call:run_for: a function that calls itself counts as another delivery of its message
+-_running.set(before | {(request.id, id(function))})
++pass
+delivery.copies:resending: every later send of the process counts as a retry and is not held back
+-context.run(_resent.set, Resent(task_id, unchanged))
++_resent.set(Resent(task_id, unchanged))
+delivery.copies:_send: a message that waits beyond the visibility timeout multiplies
+-delay = min(delay, _longest_delay(task))
++pass
+concurrency.guard:_run: a run longer than the visibility timeout is followed by another, for ever
+-if "copy" in header or (message.delivery_info or {}).get("redelivered"):
++if False:
+delivery.copies:marking_end: a copy that is to replace a run that gave up is dropped, and the work
+  is lost
+-if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):
++if True:
+delivery.copies:_send: a message that can't be re-sent now is lost although the broker has it
+-raise Rejected(error, requeue=True) from error
++raise
+[sending]
+sending.commit:must_wait: a task is sent before the commit
+-if connection.in_atomic_block:
++if False:
+sending.commit:must_wait: a task for another database's transaction is sent at once
+-if others:
++if False:
+sending.sender:Sender._send: an error of one send skips the other callbacks of the commit
+-except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
++except ArithmeticError as error:
+sending.relay:Relay._claim: a row whose transaction committed late is never relayed
+-if not rows:
++if not rows and self._since is None:
+sending.relay:Relay._publish: a relay publishes a batch twice
+-if self._next.get(one.row.pk) != NOT_REACHED:
+-                continue
++if False:
++                continue
+sending.relay:ClaimedMessage.is_expired: a message that expired is sent again
+-return left is not None and left <= 0
++return False
+sending.relay:Relay._settle: what a relay could not send waits a minute for another one
+-record_sent(self._token, self._next)
++record_sent(self._token, {k: n for k, n in self._next.items() if n != NOT_REACHED})
+sending.carried_endings:_follow_death: a carried task whose process was killed waits for the end of
+  its lease
+-.update(due_at=Now())
+sending.carried:Run.end: a finished task's recorded result is overwritten by its return value
+-"" if self.claim.is_finished else
++"" if False else
+sending.carried:Run._come_again: a carried task that is retried or requeued counts as done
+-return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
++return self.end()
+sending.carried_claim:claim_message: a carried task that runs already is run a second time
+-return "another process runs it" if found.state == "running" else
++return claim, found if found.state == "running" else
+sending.task:SafeTaskMixin._waits_for_commit: the next link of a carried chain is not carried
+-carried = outbox == UNTIL_DONE and ours.get("outbox") is None
++carried = False
+sending.task:SafeTaskMixin.retry: a retry inside a transaction is held back and dropped by the
+  rollback
+-resending(self.request.id,
++resending('other',
+sending.capture:capture: every later send of the process is swallowed
+-context.run(CAPTURED.set, captured)
++CAPTURED.set(captured)
+[idempotency]
+queries.sql:claim_record: two processes do the work of one key
+-(state = 'running' AND ends_at < NOW)
++state = 'running'
+idempotency.records:RecordClaim._read: a key that is used for other arguments returns the wrong
+  result
+-if self._digest and row.digest and self._digest != row.digest:
++if False:
+idempotency.records:RecordClaim._read: a result that could not be stored is returned as None
+-if row.error:
++if False:
+leases.claim:Claim.prepare: nested work of one key waits for itself
+-if (self.name, self.table) in work:
++if False:
+idempotency.records:RecordClaim.fail: a failure is not reported
+-not isinstance(error, TaskPredicate)
++False
+[stages]
+stages.follower:StepFollower._is_stage_open: a run stops after its first stage
+-return bool(
++return not bool(
+stages.engine:go_on: a stage begins before the one before it has ended
+-if not found:
++if False:
+stages.engine:fail: the rest of a run goes on after a step has failed
+-stop(store, run, Status.FAILED)
++pass
+stages.engine:fail: a run stands still whose last step's process was killed after that had succeeded
+-go_on(store, run)
++pass
+stages.engine:stop: relays send the messages of aborted steps for ever where no worker knows their
+  task
+-drop_messages(store, waiting.filter(stage=run.stage))
++pass
+stages.engine:start: a second run with a key fails with IntegrityError instead of AlreadyStarted
+-if not key:
++if True:
+stages.engine:_restart: a process that stood still ends a step that was resumed meanwhile
+-drop_messages(store, rows, claimed=True)
++pass
+stages.follower:StepFollower.begin: a step that has succeeded is called again when its message comes
+  back
+-if found.status != Status.RUNNING:
++if False:
+stages.follower:StepFollower.begin: a step of an aborted run is run
+-if found.run_status in Status.STOPPED:
++if False:
+stages.follower:StepFollower.wait: an attempt that lost its step puts it back under the one that has
+  it
+-self._row().held(*held)
++self._row()
+stages.engine:succeed: an attempt that lost its step ends it under the one that has it
+-held is None
++True
+stages.step_tasks:run_step: a step that was finished and then fails counts as both
+-elif not outcome.success:
++elif False:
+sending.carried:_call: a step that kills its worker is run again for ever
+-_refuse_after_deaths(run.task, request.id, found)
++pass
+[ground]
+values:encode: a result that is too long is stored
+-if len(text) <= longest:
++if True:
+transactions:in_atomic: inside a TestCase nothing is sent on commit
+-not _is_of_testcase(block)
++True
+transactions:Attempts.__exit__: a transaction that has begun its work is repeated, with the work
+-if self.is_won or not
++if not
+pruning:prune_some: only the first batch of old rows is deleted
+-range(most // batch)
++range(1)
+conf:retentions: a misspelt retention is ignored
+-if kind not in RETENTIONS:
++if False:
+emitting:emit_in_background: a slow receiver of a signal delays the renewal of locks
+-_waiting.put((emit, args))
++emit(*args)
+[models]
+models.message_states:OutboxMessages.pending: a relay gives back a message that a worker runs
+-state=State.PENDING)
++state__in=[State.PENDING, State.RUNNING])
+models.message_states:OutboxMessages.due: the newest messages are sent first
+-.order_by("due_at", "pk")
++.order_by("-due_at", "pk")
+queries.sql:end_message: a run that lost its claim ends the row of the run that has it
+- AND token = :token
+models.message_states:OutboxMessages.fail_task: a run that lost its claim fails the row of the run
+  that has it
+-self.claimed(token).update(**sets, **kept)
++self.update(**sets, **kept)
+models.message_states:OutboxMessages.discardable: an operator discards a message whose task runs
+-carried = Q(state=State.SENT, due_at__isnull=False)
++carried = Q(state__in=[State.SENT, State.RUNNING])
+models.message_states:OutboxMessages.put_back: a task that kills its workers is never set aside
+-sets |= DIED
++pass
+stages.engine:stop: aborting a run changes steps that have succeeded
+-.filter(run=run.pk).waiting()
++.filter(run=run.pk)
+[resuming]
+resuming.walks:Rows.read: the last row of a chunk is walked again
+-__gt
++__gte
+resuming.chunks:Chunk.commit: a loop whose work another process does goes on
+-lost.raise_lost()
++pass
+resuming.chunks:Chunk.open: a chunk that a traceback keeps stays open behind the end of its task
+-self._claim.abandon_chunk = self.abandon
++pass
+resuming.cursor:begin_walk: the cursor of one loop is taken for that of another
+-cursor.of != of
++False
+resuming.cursor:record: a task goes on at the place of a key inside it
+-text if one is claim else None
++text
+resuming.cursor:record: a task that kills its processes at one place is run for ever
+-moved = text != claim.place
++moved = True
+resuming.handing_over:hand_over_if_told: a task that catches all errors counts as done when it was
+  handed over
+-one.handed_over = HandedOver
++raise HandedOver
+queries.sql:move_message: a long task that dies now and then is given up although it goes on
+-CASE WHEN :moved THEN 0 ELSE deaths END
++deaths
+[outer]
+testing.deliveries:deliver_twice: the test kit does not show a redelivery as one
+-redelivered=True
++redelivered=False
+testing.locks:hold_lock: the test kit's held lock is free
+-yield
++lock.release(); yield
+"""

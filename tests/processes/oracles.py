@@ -97,10 +97,6 @@ class Gauge:
         """Return how often sections were entered."""
         return self._journal.count("enter")
 
-    def highest(self) -> int:
-        """Return the highest number inside one section at once; 0 if nobody entered."""
-        return max((entry["number"] for entry in self._journal.entries("enter")), default=0)
-
     def violations(self) -> list[dict[str, Any]]:
         """Return every entry into a section in which somebody was already."""
         return [entry for entry in self._journal.entries("enter") if entry["number"] > 1]

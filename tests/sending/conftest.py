@@ -3,24 +3,29 @@
 import gc
 import logging
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Protocol
 
 import pytest
 from celery import Celery
-from django.db import transaction
+from django.db import connections, transaction
 
+from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.models.message_states import OutboxMessages
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.kinds import kind_of
 from tests.listening import handling
 from tests.processes import dead_port
 from tests.sending.carrying import Carried
-from tests.sending.published import Published, take_published
+from tests.sending.published import Published, Sent, take_published
 from tests.servers import RedisServer
 
+TABLE = OutboxMessage._meta.db_table
 #: Gives up at once where nobody listens.
 ONE_TRY = {"max_retries": 0, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
@@ -38,15 +43,27 @@ def connections_of_this_module(redis_server: RedisServer) -> Iterator[None]:
 
 
 @pytest.fixture
-def sent(redis_server: RedisServer, broker: Celery) -> Callable[[], list[Published]]:
+def sent(redis_server: RedisServer, broker: Celery) -> Sent:
     """Take what waits in the queues of the private Redis, which were empty before the test."""
     return lambda: take_published(redis_server)
 
 
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of a database of this test."""
-    return db_alias
+def table(alias: str) -> OutboxMessages:
+    """Return all rows of a database."""
+    return OutboxMessage.objects.using(alias)
+
+
+def make_due(alias: str) -> None:
+    """Let all that is pending be due now."""
+    table(alias).pending().update(due_at=Now() - timedelta(seconds=1))
+
+
+@contextmanager
+def dying_sender(alias: str) -> Iterator[None]:
+    """Commit what the block sends, as a process that is killed before it publishes it."""
+    with transaction.atomic(using=alias):
+        yield
+        connections[alias].run_on_commit.clear()
 
 
 def ids(messages: list[Published]) -> list[str]:
@@ -115,6 +132,16 @@ def silent() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         yield server
+
+
+def count_calls(server: socket.socket) -> int:
+    """Return how often somebody connected to a listening socket since the last time."""
+    number = 0
+    with suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            number += 1
+    return number
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,10 @@ class Published:
         if self.headers.get("compression") == "application/x-gzip":
             data = zlib.decompress(data)
         return loads(data, self.content_type, self.content_encoding, accept={self.content_type})
+
+
+#: Takes what was published since the last time.
+Sent = Callable[[], list[Published]]
 
 
 def take_published(server: RedisServer, database: int = BROKER_DATABASE) -> list[Published]:

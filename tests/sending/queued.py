@@ -59,12 +59,6 @@ class RabbitMQQueues:
             for exchange in exchanges:
                 connection.channel().exchange_delete(exchange)
 
-    def count(self, name: str) -> int:
-        """Return how many messages wait in a queue, which must exist."""
-        with self.connected() as connection:
-            declared = connection.channel().queue_declare(name, passive=True)
-            return int(declared.message_count)
-
     @contextmanager
     def connected(self) -> Iterator[Any]:
         """Connect."""

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import chain, chord, group, shared_task
@@ -13,14 +13,9 @@ from kombu.exceptions import EncodeError
 from django_celery_safe import NotSerializable, SafeTask, send_on_commit
 from tests.app.celery import app
 from tests.app.models import Person
-from tests.sending.published import Published
-
-if TYPE_CHECKING:
-    pass
+from tests.sending.published import Sent
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 
 @shared_task(base=SafeTask)

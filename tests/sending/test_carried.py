@@ -3,10 +3,10 @@
 import asyncio
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from billiard.exceptions import WorkerLostError
@@ -19,6 +19,7 @@ from celery.signals import after_task_publish, task_received, task_rejected, tas
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import ContentDisallowed
+from pytest_django import Settings
 
 from django_celery_safe import (
     ClaimLost,
@@ -53,11 +54,9 @@ from tests.concurrency.mailbox import Message, end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.carrying import Body, Carried, leave_dead, lose_commit
+from tests.sending.carrying import Carried, leave_dead, lose_commit
 from tests.sending.conftest import hearing
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
+from tests.statements import at_statement, raising
 
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
 NO_PROCESS = 2**22 + 1
@@ -70,15 +69,6 @@ class Unspeakable(Exception):
 
     def __str__(self) -> str:
         raise ValueError("no words")
-
-
-def raising(error: BaseException) -> Body:
-    """Return a function that raises, such as a task's body."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise error
-
-    return fail
 
 
 def retry_once(task: Any, number: int = 0) -> int:
@@ -139,7 +129,7 @@ def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
 
 
 def test_messages_of_what_is_done_or_discarded_do_nothing(
-    carried: Carried, settings: "Settings"
+    carried: Carried, settings: Settings
 ) -> None:
     """With a retention a done row is kept, and can't be retried."""
     other = carried.send(2)
@@ -248,7 +238,7 @@ def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried, is_closed: boo
 
 @pytest.mark.parametrize(("retention", "end"), [(0, None), (60, None), (0, ValueError())])
 def test_a_run_that_lost_its_claim_leaves_the_row_alone(
-    carried: Carried, settings: "Settings", retention: int, end: Exception | None
+    carried: Carried, settings: Settings, retention: int, end: Exception | None
 ) -> None:
     """Another run has it, and has not ended; without its row it would be lost with its process."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": retention}}
@@ -585,14 +575,9 @@ def test_a_soft_time_limit_after_the_end_was_committed(
 
 def test_a_soft_time_limit_right_after_the_end_was_written(carried: Carried) -> None:
     """The task is done, as its row says, and its result is stored."""
-
-    def interrupt(execute: Any, sql: str, *more: Any) -> Any:
-        answer = execute(sql, *more)
-        if sql.startswith("DELETE"):
-            raise SoftTimeLimitExceeded
-        return answer
-
-    with connections[carried.alias].execute_wrapper(interrupt), hearing(claim_lost) as told:
+    interrupt = raising(SoftTimeLimitExceeded())
+    written = at_statement(carried.alias, "DELETE", interrupt, after=True)
+    with written, hearing(claim_lost) as told:
         assert carried.mailbox.deliver(carried.send(1)) == ("SUCCESS", 1)
     assert told == []
     assert not carried.rows.exists()
@@ -690,17 +675,9 @@ def test_a_begun_task_does_not_wait_for_a_later_message(carried: Carried, until:
     assert task.apply_async_on_commit((3,), using=carried.alias).is_duplicate
 
 
-@contextmanager
-def refusing(carried: Carried, begin_of_sql: str) -> Iterator[None]:
+def refusing(carried: Carried, begin_of_sql: str) -> Any:
     """Let the database refuse the statements that begin so."""
-
-    def refuse(execute: Any, sql: str, *args: Any) -> Any:
-        if sql.startswith(begin_of_sql):
-            raise DataError("refused")
-        return execute(sql, *args)
-
-    with connections[carried.alias].execute_wrapper(refuse):
-        yield
+    return at_statement(carried.alias, begin_of_sql, raising(DataError("refused")))
 
 
 def test_a_claim_or_an_end_that_the_database_refuses(carried: Carried) -> None:
@@ -742,7 +719,7 @@ def test_a_failure_that_can_not_be_recorded(
     assert carried.row.state == "running"
 
 
-def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Settings") -> None:
+def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: Settings) -> None:
     """outbox="until_done" is understood wherever outbox=True is; anything else is an error."""
     task = carried.make_task("tests.plain", outbox=None)
     sends: list[Callable[[], Any]] = [

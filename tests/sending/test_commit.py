@@ -3,30 +3,27 @@
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.exceptions import TimeoutError as TimeIsOver
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
+from django_celery_safe.models import OutboxMessage
 from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
 from tests.sending.conftest import ids, rolled_back
-from tests.sending.published import Published, ids_in
+from tests.sending.published import Sent, ids_in
 from tests.servers.databases import without_autocommit
 
-if TYPE_CHECKING:
-    from pytest_django import Settings
-
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 #: The names of the package's context variables begin with this.
 PREFIX = "django_celery_safe_"
@@ -53,30 +50,44 @@ def once(number: int) -> None:
     """Be sent once for each number."""
 
 
-def test_a_rollback_sends_nothing(sent: Sent) -> None:
+either_way = pytest.mark.parametrize("outbox", [False, True])
+
+
+@either_way
+def test_a_rollback_sends_nothing(outbox: bool, sent: Sent) -> None:
     """A send that was rolled back is not made, now or with a later commit."""
     with rolled_back():
-        add.delay_on_commit(1)
-        send_on_commit(group(add.s(1), add.s(2)))
+        add.apply_async_on_commit((1,), outbox=outbox)
+        send_on_commit(group(add.s(1), add.s(2)), outbox=outbox)
     with transaction.atomic():
         kept = add.delay_on_commit(2)
     assert ids(sent()) == [kept.id]
+    assert not OutboxMessage.objects.exists()
 
 
-def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
+@either_way
+def test_a_savepoint_takes_only_its_own_sends_back(outbox: bool, sent: Sent) -> None:
     """Rolling a savepoint back drops what was sent in it, and the others go out in their order."""
+
+    def send(number: int) -> Any:
+        return add.apply_async_on_commit((number,), outbox=outbox)
+
     with transaction.atomic():
-        before = add.delay_on_commit(1)
+        before = send(1)
         with rolled_back():
-            add.delay_on_commit(2)
+            send(2)
             with transaction.atomic():
-                add.delay_on_commit(3)
+                send(3)
         with transaction.atomic():
-            inside = add.delay_on_commit(4)
+            inside = send(4)
         assert sent() == []
-        after = add.delay_on_commit(5)
-        canvas = send_on_commit(group(add.s(6), add.s(7)))
-    assert ids(sent()) == [before.id, inside.id, after.id, *(part.id for part in canvas)]
+        after = send(5)
+        canvas = send_on_commit(group(add.s(6), add.s(7)), outbox=outbox)
+        left = [before.id, inside.id, after.id, *(part.id for part in canvas)]
+        kept = OutboxMessage.objects.order_by("pk").values_list("task_id", flat=True)
+        assert list(kept) == (left if outbox else [])
+    assert ids(sent()) == left
+    assert not OutboxMessage.objects.exists()
 
 
 def switched_on() -> list[str]:
@@ -205,7 +216,7 @@ def test_the_task_option_defers_plain_sends(
     assert set(messages) <= {*ids_in(result), result.id}
 
 
-def test_the_setting_defers_plain_sends(sent: Sent, settings: "Settings") -> None:
+def test_the_setting_defers_plain_sends(sent: Sent, settings: Settings) -> None:
     """SEND_ON_COMMIT does it for every SafeTask that does not say otherwise."""
     with transaction.atomic():
         undecided.delay(1)
@@ -229,7 +240,7 @@ NOW: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("send", NOW.values(), ids=NOW)
 def test_one_call_can_say_now(
-    send: Callable[[], Any], sent: Sent, settings: "Settings", caplog: pytest.LogCaptureFixture
+    send: Callable[[], Any], sent: Sent, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """send_on_commit=False sends inside atomic(), whatever the task and settings say."""
     settings.DJANGO_CELERY_SAFE = {
@@ -270,7 +281,7 @@ def replacing(self: Any) -> Any:
 def test_a_run_that_goes_on_is_sent_in_spite_of_the_rollback(
     function: Callable[..., Any],
     mailbox: Mailbox,
-    settings: "Settings",
+    settings: Settings,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What else it sent is dropped; its retry or replacement goes out, and no warning tells so."""

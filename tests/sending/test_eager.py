@@ -12,7 +12,6 @@ from django.test import TestCase
 
 from django_celery_safe import SafeTask, send_on_commit
 from tests.app.celery import app
-from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.sending.published import ids_in, take_published
 from tests.servers import RedisServer
@@ -33,16 +32,6 @@ def join_later(value: object) -> object:
     """Wait for the commit with every send."""
     effects.append(value)
     return value
-
-
-@shared_task(base=SafeTask, send_on_commit=True)
-def greet(pk: int) -> str:
-    """Write to the database, and send another task at its own commit."""
-    with transaction.atomic():
-        Person.everyone.filter(pk=pk).update(is_welcome_email_sent=True)
-        join_later.delay(pk)
-        effects.append("inside")
-    return "greeted"
 
 
 @shared_task(base=SafeTask)
@@ -69,8 +58,8 @@ CANVASES: dict[str, tuple[Callable[[], Signature[Any]], Any, type]] = {
 
 
 @pytest.mark.usefixtures("broker")
-class Eager:
-    """Run tasks eagerly during a test."""
+class EagerTests(TestCase):
+    """The promises of the documentation to a plain TestCase."""
 
     def setUp(self) -> None:
         """Begin without effects."""
@@ -80,10 +69,6 @@ class Eager:
     def tearDown(self) -> None:
         """Leave the app as it was."""
         app.conf.update(task_always_eager=False, task_eager_propagates=False)
-
-
-class EagerTests(Eager, TestCase):
-    """The promises of the documentation to a plain TestCase."""
 
     def test_a_send_waits_for_the_callbacks(self) -> None:
         """Nothing runs before captureOnCommitCallbacks does it, nor after a rollback."""

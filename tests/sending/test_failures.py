@@ -14,15 +14,11 @@ from django_celery_safe import send_on_commit
 from django_celery_safe.signals import task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, refusing
-from tests.sending.published import Published, ids_in
-from tests.sending.relaying import count_calls
+from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, refusing
+from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
-
 
 SENDS: dict[str, Callable[[Any], Any]] = {
     "task": lambda task: task.delay_on_commit(1, 2),

@@ -5,24 +5,24 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import chain, chord, group
+from celery import chain, chord, group, shared_task
 from celery.canvas import Signature, StampingVisitor
+from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
 from django.utils import timezone
 from kombu import Connection, Exchange, Queue
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
-from django_celery_safe import send_on_commit
+from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending.publisher import DELAYED
 from tests.app.celery import app
 from tests.app.tasks import add, note, total
-from tests.sending.conftest import MakeApp
-from tests.sending.published import Published, ids_in
-from tests.sending.queued import comparable
+from tests.sending.conftest import MakeApp, hearing
+from tests.sending.published import Sent, ids_in
+from tests.sending.queued import comparable, without
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
 
 
 class CustomerStamp(StampingVisitor):
@@ -116,3 +116,52 @@ def test_one_signature_is_sent_twice(sent: Sent) -> None:
     assert repr(dict(signature)) == before
     assert not ids_in(first) & ids_in(second)
     assert len({message.id for message in sent()}) == 4
+
+
+# Signals and events of Celery come once for each message.
+
+PUBLISHED: dict[str, tuple[Callable[[], Signature[Any]], int]] = {
+    "chain": (lambda: chain(add.s(1), add.s(2)), 1),
+    "chord": (lambda: chord([add.s(1), add.s(2)], total.s()), 2),
+}
+
+
+@shared_task(base=SafeTask)
+@single_instance(key=["x"], unique_until="end")
+def add_once(x: int, y: int = 0) -> int:
+    """Return the sum, of one message at a time."""
+    return x + y
+
+
+@pytest.mark.parametrize(("make", "count"), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_each_publication_is_signalled_once(
+    make: Callable[[], Signature[Any]], count: int, sent: Sent
+) -> None:
+    """before_task_publish comes at the call, after_task_publish at the commit, if there is one."""
+    with hearing(after_task_publish) as after, transaction.atomic():
+        send_on_commit(make())
+        transaction.set_rollback(True)
+    assert (after, sent()) == ([], [])
+    with hearing(before_task_publish) as before, hearing(after_task_publish) as after:
+        with transaction.atomic():
+            send_on_commit(make())
+            assert len(before) == count
+            assert after == []
+        assert len(before) == len(after) == count
+    ids = [message.id for message in sent()]
+    assert [said["headers"]["id"] for said in before] == ids
+    assert [said["headers"]["id"] for said in after] == ids
+
+
+def test_a_unique_send_is_announced_like_any_other(locks_in_memory: None, sent: Sent) -> None:
+    """Message and signals are those of a plain send; a duplicate has none of them."""
+    options = {"queue": "slow", "priority": 3, "headers": {"ours": [1]}, "shadow": "other"}
+    with hearing(after_task_publish) as after:
+        for task in (add, add_once):
+            task.apply_async((1,), {"y": 2}, task_id="an-id", **options)
+        add_once.apply_async((1,), {"y": 2}, task_id="duplicate")
+    assert [said["headers"]["id"] for said in after] == ["an-id", "an-id"]
+    plain, once = (vars(message) for message in sent())
+    for form in (plain, once):
+        form["headers"] = without(form["headers"], (HEADER, "task", "stamps"))
+    assert plain == once

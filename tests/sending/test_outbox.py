@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group, shared_task
@@ -12,6 +12,7 @@ from celery.signals import after_task_publish
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import OperationalError
+from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
@@ -31,17 +32,10 @@ from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, rolled_back
-from tests.sending.published import Published, ids_in
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
+from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, hearing, ids, rolled_back
+from tests.sending.published import Sent, ids_in
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
-
-TABLE = OutboxMessage._meta.db_table
 
 
 @shared_task(base=SafeTask, outbox=True)
@@ -136,27 +130,6 @@ def test_the_row_is_committed_when_its_message_is_published(
     assert states == [(False, 1), (False, 1)]
     assert (rows(alias), result.send_error) == ([], None)
     assert len(sent()) == 2
-
-
-@pytest.mark.sql
-def test_a_rollback_leaves_nothing(alias: str, sent: Sent) -> None:
-    """A rollback, or that of a savepoint, leaves no row and no message; other blocks go on."""
-    with rolled_back(alias):
-        keep(1, alias)
-        send_on_commit(group(add.s(2), add.s(3)), using=alias, outbox=True)
-    assert rows(alias) == []
-    with transaction.atomic(using=alias):
-        before = keep(4, alias)
-        with rolled_back(alias):
-            keep(5, alias)
-            with transaction.atomic(using=alias):
-                keep(6, alias)
-        with transaction.atomic(using=alias):
-            after = keep(7, alias)
-        assert sent() == []
-        assert row_ids(alias) == [before.id, after.id]
-    assert ids(sent()) == [before.id, after.id]
-    assert rows(alias) == []
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -275,7 +248,7 @@ def test_eager_tasks_need_no_row(broker: Celery) -> None:
     ],
 )
 def test_argument_beats_attribute_beats_setting(
-    setting: bool | None, send: Callable[[], Any], count: int, sent: Sent, settings: "Settings"
+    setting: bool | None, send: Callable[[], Any], count: int, sent: Sent, settings: Settings
 ) -> None:
     """
     The first of them that says anything decides; without a word there is no row.
@@ -371,7 +344,7 @@ def test_what_belongs_to_the_apps_own_broker_is_fine(broker: Celery, sent: Sent)
     assert rows() == []
 
 
-def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: "Settings") -> None:
+def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: Settings) -> None:
     """With a retention a row says when it was sent, and nobody sends it again."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": None}, "OUTBOX_SEND_TIMEOUT": 30}
     with transaction.atomic(using=alias):

@@ -14,21 +14,15 @@ from django_celery_safe import batches
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending.message_table import NOT_REACHED, Next, message_table
 from tests.plans import plan_of
 from tests.processes import start_in_process, tell, wait_for
+from tests.sending.conftest import TABLE, table
 
-TABLE = OutboxMessage._meta.db_table
 MINUTE = timedelta(minutes=1)
 SECOND = timedelta(seconds=1)
 #: The claim of a relay.
 TOKEN = "c" * 32
-
-
-def table(alias: str) -> OutboxMessages:
-    """Return all rows of a database."""
-    return OutboxMessage.objects.using(alias)
 
 
 def make(alias: str, number: int = 1, state: str = "pending", **moments: timedelta) -> list[int]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from celery import Celery, chord, shared_task
@@ -21,11 +21,11 @@ from django.db import IntegrityError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu import Queue
 from kombu.exceptions import OperationalError
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay
-from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import relay as relay_module
@@ -33,20 +33,14 @@ from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
 from tests.app.tasks import add, total
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase
 from tests.listening import receiving
 from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
-from tests.sending.conftest import MakeApp, hearing, ids
-from tests.sending.published import Published, take_published
+from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, make_due, table
+from tests.sending.published import Sent, take_published
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
 
-if TYPE_CHECKING:
-    from pytest_django import Settings
-
-Sent = Callable[[], list[Published]]
-
-TABLE = OutboxMessage._meta.db_table
 RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
 
@@ -56,31 +50,11 @@ def unique(number: int) -> None:
     """Be sent once until it ends."""
 
 
-def table(alias: str) -> OutboxMessages:
-    """Return all rows of a database."""
-    return OutboxMessage.objects.using(alias)
-
-
-def make_due(alias: str) -> None:
-    """Let all that is pending be due now."""
-    table(alias).pending().update(due_at=Now() - timedelta(seconds=1))
-
-
-@contextmanager
-def dying_sender(alias: str) -> Iterator[None]:
-    """Commit what the block sends, as a process that is killed before it publishes it."""
-    with transaction.atomic(using=alias):
-        yield
-        connections[alias].run_on_commit.clear()
-
-
-def leave(
-    alias: str, count: int = 1, task: Any = add, *, outbox: Any = True, **options: Any
-) -> list[str]:
+def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
     with dying_sender(alias):
         results = [
-            task.apply_async_on_commit((number,), using=alias, outbox=outbox, **options)
+            task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
             for number in range(count)
         ]
     make_due(alias)
@@ -291,15 +265,9 @@ def relay_and_die(alias: str, point: str) -> None:
 @pytest.mark.sql
 @pytest.mark.parametrize(("point", "times"), [("put", 1), ("_record_sent", 2)])
 def test_a_killed_relay_is_no_duplicate_of_itself(
-    point: str,
-    times: int,
-    alias: str,
-    sent: Sent,
-    settings: "Settings",
-    redis_cache_settings: MakeRedisCache,
+    point: str, times: int, alias: str, sent: Sent, in_redis: None
 ) -> None:
     """Killed between the claim of a message's lock and its deletion: it is sent again."""
-    settings.CACHES = redis_cache_settings("django-redis")
     (wanted,) = leave(alias, task=unique)
     with (
         start_in_process(relay_and_die, alias, point) as relay,
@@ -351,7 +319,6 @@ class CountingApp(NamedTuple):
 
     app: Celery
     server: RedisServer
-    conf: dict[str, Any]
 
     def told(self) -> list[str]:
         """Return what the backend was told, in order."""
@@ -377,10 +344,9 @@ class CountingApp(NamedTuple):
 def make_counting(make_app: MakeApp, redis_server: RedisServer) -> Callable[..., CountingApp]:
     """Make an app whose result backend is of a class of this module, and may be slow."""
 
-    def make(kind: type[CountingBackend], **more: Any) -> CountingApp:
+    def make(kind: type[CountingBackend]) -> CountingApp:
         backend = f"{__name__}.{kind.__name__}+{redis_server.database_url(2)}"
-        conf = {"result_backend": backend, **more}
-        return CountingApp(make_app(**conf), redis_server, conf)
+        return CountingApp(make_app(result_backend=backend), redis_server)
 
     return make
 
@@ -566,7 +532,7 @@ def test_a_project_that_autodiscovers_has_the_task() -> None:
 
 
 def test_the_task_relays_all_outboxes(
-    make_database: MakeDatabase, alias: str, sent: Sent, settings: "Settings"
+    make_database: MakeDatabase, alias: str, sent: Sent, settings: Settings
 ) -> None:
     """It sends what is due in every database that has the table, and returns how many."""
     from django_celery_safe.tasks import relay_outbox

@@ -3,13 +3,12 @@
 import base64
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 import pytest
@@ -18,6 +17,7 @@ from celery import Celery, chord, group
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
 from psycopg import sql
+from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
@@ -29,37 +29,24 @@ from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add, total
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase
+from tests.locks.lines import line_to
 from tests.processes import dead_port, wait_for
-from tests.sending.conftest import MakeApp, hearing, ids
-from tests.sending.published import Published, take_published
+from tests.sending.conftest import MakeApp, dying_sender, hearing, ids, make_due, table
+from tests.sending.published import Sent, take_published
 from tests.sending.test_relay import (
     drain,
-    dying_sender,
     leave,
-    make_due,
     rabbitmq_app,
     relaying,
-    table,
     take_from_rabbitmq,
     unique,
 )
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer, Server
 from tests.servers.databases import registered
 
-if TYPE_CHECKING:
-    from pytest_django import Settings
-
-Sent = Callable[[], list[Published]]
-
 #: An argument that no log and no row's error may show.
 SECRET = "hunter2"
-
-
-@pytest.fixture
-def outbox(db_alias: str) -> str:
-    """The alias of a database of this test."""
-    return db_alias
 
 
 @pytest.fixture
@@ -97,64 +84,6 @@ def recording_waits(stop: threading.Event, pauses: list[float]) -> Iterator[None
         yield
     finally:
         del stop.wait
-
-
-class Proxy:
-    """
-    A TCP proxy in front of a server, which cuts connections when told to.
-
-    Args:
-        port: Of the server.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.target = port
-        #: How many more connections are cut, and after how many bytes of the client.
-        self.cuts, self.after = 0, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def drop(self) -> None:
-        """Close all connections that are open, as a server does that ends them."""
-        while self._open:
-            self._close(self._open.pop())
-
-    def close(self) -> None:
-        """Close everything."""
-        self._close(self._listener)
-        self.drop()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client = self._listener.accept()[0]
-                limit = None
-                if self.cuts > 0:
-                    self.cuts, limit = self.cuts - 1, self.after
-                server = socket.create_connection(("127.0.0.1", self.target))
-                self._open += [client, server]
-                for pair, most in (((client, server), limit), ((server, client), None)):
-                    threading.Thread(target=self._pass, args=(*pair, most), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
-        passed = 0
-        with suppress(OSError):
-            while data := source.recv(65536):
-                if limit is not None and passed + len(data) > limit:
-                    sink.sendall(data[: limit - passed])
-                    break
-                passed += len(data)
-                sink.sendall(data)
-        self._close(source)
-        self._close(sink)
-
-    @staticmethod
-    def _close(one: socket.socket) -> None:
-        with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
 
 
 def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
@@ -207,31 +136,31 @@ POISON: dict[str, tuple[str, Callable[[str], str]]] = {
 def test_a_poison_message_is_set_aside(
     column: str,
     change: Callable[[str], str],
-    outbox: str,
+    alias: str,
     sent: Sent,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is tried again later, and dead in the end; all others of its batch are sent."""
     caplog.set_level(logging.DEBUG, "django_celery_safe")
-    others = leave(outbox, 2)
-    with dying_sender(outbox):
+    others = leave(alias, 2)
+    with dying_sender(alias):
         bad = add.apply_async_on_commit(
-            (SECRET,), {"y": SECRET}, using=outbox, outbox=True, argsrepr="()", kwargsrepr="{}"
+            (SECRET,), {"y": SECRET}, using=alias, outbox=True, argsrepr="()", kwargsrepr="{}"
         )
-    make_due(outbox)
-    others += leave(outbox, 2)
-    row = table(outbox).get(task_id=bad.id)
-    table(outbox).filter(pk=row.pk).update(**{column: change(getattr(row, column))})
+    make_due(alias)
+    others += leave(alias, 2)
+    row = table(alias).get(task_id=bad.id)
+    table(alias).filter(pk=row.pk).update(**{column: change(getattr(row, column))})
 
     with hearing(task_send_failed, message_dead) as told:
-        drain(outbox, attempts=2)
+        drain(alias, attempts=2)
         assert ids(sent()) == others
-        assert table(outbox).get().attempts == 1
-        assert drain(outbox, attempts=2) == 0
-        assert table(outbox).get().attempts == 1
-        make_due(outbox)
-        drain(outbox, attempts=2)
-    (dead,) = table(outbox).dead()
+        assert table(alias).get().attempts == 1
+        assert drain(alias, attempts=2) == 0
+        assert table(alias).get().attempts == 1
+        make_due(alias)
+        drain(alias, attempts=2)
+    (dead,) = table(alias).dead()
     assert (dead.task_id, dead.attempts, sent()) == (bad.id, 2, [])
     assert [said["signal"] for said in told] == [task_send_failed, message_dead]
     assert [said["task_id"] for said in told] == [bad.id] * 2
@@ -242,7 +171,7 @@ def test_a_poison_message_is_set_aside(
 
 
 def test_a_redis_key_of_another_type(
-    outbox: str,
+    alias: str,
     broker: Celery,
     redis_server: RedisServer,
     sent: Sent,
@@ -251,13 +180,13 @@ def test_a_redis_key_of_another_type(
     """Messages to that one queue fail, without their content in the error; the others go out."""
     with redis_server.client(db=1) as client:
         client.set("odd", "no list")
-    with dying_sender(outbox):
-        add.apply_async_on_commit((SECRET,), using=outbox, outbox=True, queue="odd", argsrepr="()")
-    make_due(outbox)
-    others = leave(outbox, 3)
-    drain(outbox)
+    with dying_sender(alias):
+        add.apply_async_on_commit((SECRET,), using=alias, outbox=True, queue="odd", argsrepr="()")
+    make_due(alias)
+    others = leave(alias, 3)
+    drain(alias)
     assert set(ids(sent())) == set(others)
-    (row,) = table(outbox).all()
+    (row,) = table(alias).all()
     assert row.attempts == 1
     assert "WRONGTYPE" in row.error
     assert_no_secret(row.error, caplog.text)
@@ -265,18 +194,18 @@ def test_a_redis_key_of_another_type(
 
 @pytest.mark.long
 def test_what_rabbitmq_refuses(
-    outbox: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
+    alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
 ) -> None:
     """A missing exchange costs its messages an attempt only."""
     app = rabbitmq_app(make_app, rabbitmq_server)
     task = app.tasks[add.name]
-    wanted = leave(outbox, 2, task=task)
-    bad = leave(outbox, 2, task=task, exchange="missing", routing_key="anywhere")
-    wanted += leave(outbox, 2, task=task)
-    table(outbox).filter(task_id__in=bad).update(due_at=Now() - timedelta(minutes=1))
-    assert drain(outbox) == 4
-    assert set(table(outbox).values_list("task_id", flat=True)) == set(bad)
-    assert [(row.attempts, "NOT_FOUND" in row.error) for row in table(outbox)] == [(1, True)] * 2
+    wanted = leave(alias, 2, task=task)
+    bad = leave(alias, 2, task=task, exchange="missing", routing_key="anywhere")
+    wanted += leave(alias, 2, task=task)
+    table(alias).filter(task_id__in=bad).update(due_at=Now() - timedelta(minutes=1))
+    assert drain(alias) == 4
+    assert set(table(alias).values_list("task_id", flat=True)) == set(bad)
+    assert [(row.attempts, "NOT_FOUND" in row.error) for row in table(alias)] == [(1, True)] * 2
     assert set(take_from_rabbitmq(app)) == set(wanted)
 
 
@@ -332,7 +261,7 @@ TROUBLES = [
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.__name__)
 def test_a_broker_that_is_gone_is_waited_for(
     trouble: Callable[[RedisServer], Any],
-    outbox: str,
+    alias: str,
     own_redis: RedisServer,
     own_task: Any,
     caplog: pytest.LogCaptureFixture,
@@ -342,21 +271,21 @@ def test_a_broker_that_is_gone_is_waited_for(
     pauses: list[float] = []
     if trouble is paused:
         monkeypatch.setattr(relay_module, "LONGEST_WAIT", 2.0)
-    with relaying(outbox) as stop:
-        leave(outbox, 2, task=own_task)
-        wait_for(lambda: not table(outbox).exists())
+    with relaying(alias) as stop:
+        leave(alias, 2, task=own_task)
+        wait_for(lambda: not table(alias).exists())
         assert len(take_published(own_redis, 0)) == 2
         with trouble(own_redis), recording_waits(stop, pauses):
-            wanted = leave(outbox, 3, task=own_task)
+            wanted = leave(alias, 3, task=own_task)
             with suppress(TimeoutError):
-                wait_for(lambda: len(pauses) > 3 or any(attempts(outbox)), 20)
-            assert attempts(outbox) == [0] * 3
+                wait_for(lambda: len(pauses) > 3 or any(attempts(alias)), 20)
+            assert attempts(alias) == [0] * 3
             assert len(pauses) > 3
             assert pauses[:3] == [0.06, 0.1, 0.1]
             (error,) = messages_of(caplog, "ERROR")
             assert "broker can't be reached" in error
-            assert outbox in error
-        wait_for(lambda: not table(outbox).exists(), 20)
+            assert alias in error
+        wait_for(lambda: not table(alias).exists(), 20)
     assert len(messages_of(caplog, "ERROR")) == 1
     assert [text for text in messages_of(caplog, "WARNING") if "relayed again" in text] != []
     published = ids(take_published(own_redis, 0))
@@ -367,7 +296,7 @@ def test_a_broker_that_is_gone_is_waited_for(
 
 @pytest.mark.usefixtures("quick")
 def test_a_lost_race_is_no_outage(
-    outbox: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alias: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Under SERIALIZABLE others are faster now and then: the relay goes on, without an error."""
     lost = OperationalError("another transaction was faster")
@@ -382,7 +311,7 @@ def test_a_lost_race_is_no_outage(
     monkeypatch.setattr(Relay, "relay_batch", relay_batch)
     stop = threading.Event()
     with recording_waits(stop, pauses):
-        thread = threading.Thread(target=Relay(outbox).run, args=[stop])
+        thread = threading.Thread(target=Relay(alias).run, args=[stop])
         thread.start()
         wait_for(lambda: len(pauses) > 2)
         stop.set()
@@ -391,13 +320,13 @@ def test_a_lost_race_is_no_outage(
     assert messages_of(caplog, "ERROR") == []
 
 
-def test_a_restart_costs_nothing(outbox: str, own_redis: RedisServer, own_task: Any) -> None:
+def test_a_restart_costs_nothing(alias: str, own_redis: RedisServer, own_task: Any) -> None:
     """A relay whose connection was closed meanwhile connects anew, and no attempt is used."""
-    relay = Relay(outbox)
-    leave(outbox, 2, task=own_task)
+    relay = Relay(alias)
+    leave(alias, 2, task=own_task)
     relay.drain()
     own_redis.restart()
-    wanted = leave(outbox, 2, task=own_task)
+    wanted = leave(alias, 2, task=own_task)
     with hearing(task_send_failed) as failures:
         relay.drain()
     assert failures == []
@@ -406,61 +335,61 @@ def test_a_restart_costs_nothing(outbox: str, own_redis: RedisServer, own_task: 
 
 @pytest.mark.parametrize("kind", ["sends", "group"])
 def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
-    kind: str, outbox: str, own_redis: RedisServer, own_task: Any
+    kind: str, alias: str, own_redis: RedisServer, own_task: Any
 ) -> None:
     """The broker answers before it and after it: it fails alone, at the commit and in a relay."""
     with own_redis.client() as client:
         client.config_set("proto-max-bulk-len", 2**20)
     parts = [own_task.s(text) for text in ("first", "x" * 2**21, "third")]
     with hearing(task_send_failed) as failures:
-        with transaction.atomic(using=outbox):
+        with transaction.atomic(using=alias):
             if kind == "group":
-                results = list(send_on_commit(group(parts), using=outbox, outbox=True))
+                results = list(send_on_commit(group(parts), using=alias, outbox=True))
             else:
-                results = [send_on_commit(part, using=outbox, outbox=True) for part in parts]
+                results = [send_on_commit(part, using=alias, outbox=True) for part in parts]
         first, broken, third = [result.id for result in results]
         # The broker may have some messages of the group already, so they may come twice.
         assert set(ids(take_published(own_redis, 0))) == {first, third}
-        relay = Relay(outbox)
+        relay = Relay(alias)
         relay.drain()
     assert [failure["task_id"] for failure in failures] == [broken, broken]
-    row = table(outbox).get()
+    row = table(alias).get()
     assert (row.task_id, row.attempts) == (broken, 1)
 
 
 @pytest.mark.parametrize(("cuts", "after"), [(1, 12000), (2, 300)])
 def test_a_connection_that_is_cut_in_mid_batch(
-    cuts: int, after: int, outbox: str, own_redis: RedisServer, make_app: MakeApp
+    cuts: int, after: int, alias: str, own_redis: RedisServer, make_app: MakeApp
 ) -> None:
     """Unconfirmed messages are published again: none is missing, and no attempt is used."""
-    with closing(Proxy(own_redis.port)) as proxy:
-        app = make_app(broker_url=f"redis://127.0.0.1:{proxy.port}/0", result_backend=None)
-        wanted = leave(outbox, 30, task=app.tasks[add.name])
-        proxy.cuts, proxy.after = cuts, after
+    with line_to(own_redis.port) as line:
+        app = make_app(broker_url=f"redis://127.0.0.1:{line.port}/0", result_backend=None)
+        wanted = leave(alias, 30, task=app.tasks[add.name])
+        line.cuts = [after] * cuts
         with hearing(task_send_failed) as failures, suppress(BrokerGone):
-            drain(outbox)
+            drain(alias)
         assert failures == []
-        make_due(outbox)
-        drain(outbox)
-        assert proxy.cuts == 0
+        make_due(alias)
+        drain(alias)
+        assert line.cuts == []
     assert set(ids(take_published(own_redis, 0))) == set(wanted)
-    assert not table(outbox).exists()
+    assert not table(alias).exists()
 
 
 def test_a_transport_that_is_not_installed_uses_up_no_attempt(
-    outbox: str, own_redis: RedisServer, own_task: Any
+    alias: str, own_redis: RedisServer, own_task: Any
 ) -> None:
     """A relay whose environment lacks the broker's client gives all rows back."""
-    leave(outbox, 2, task=own_task)
+    leave(alias, 2, task=own_task)
     own_task.app.conf.broker_url = "nothing-here://localhost"
     with pytest.raises(BrokerGone):
-        drain(outbox)
-    assert attempts(outbox) == [0, 0]
-    assert table(outbox).due().count() == 2
+        drain(alias)
+    assert attempts(alias) == [0, 0]
+    assert table(alias).due().count() == 2
 
 
 def test_one_broker_that_is_gone_does_not_keep_the_other_waiting(
-    outbox: str, own_redis: RedisServer
+    alias: str, own_redis: RedisServer
 ) -> None:
     """With two apps, the messages of the one whose broker is there go out, whichever it is."""
     names = ("here", "there")
@@ -474,66 +403,64 @@ def test_one_broker_that_is_gone_does_not_keep_the_other_waiting(
                 stack.callback(app.close)
                 url = own_redis.url if name == answering else gone
                 app.conf.update(broker_url=url, result_backend=None)
-                left[name] = leave(outbox, 2, task=app.tasks[add.name])
+                left[name] = leave(alias, 2, task=app.tasks[add.name])
             with pytest.raises(BrokerGone):
-                drain(outbox)
+                drain(alias)
             assert ids(take_published(own_redis, 0)) == left.pop(answering)
-            assert attempts(outbox) == [0] * 2
-            assert set(table(outbox).values_list("task_id", flat=True)) == set(*left.values())
-            table(outbox).discard()
+            assert attempts(alias) == [0] * 2
+            assert set(table(alias).values_list("task_id", flat=True)) == set(*left.values())
+            table(alias).discard()
 
 
 def test_what_a_relay_did_not_reach_is_given_back(
-    outbox: str,
+    alias: str,
     redis_server: RedisServer,
     sent: Sent,
-    settings: "Settings",
-    redis_cache_settings: MakeRedisCache,
+    in_redis: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If half of the lease is over in mid-batch, the batch's other rows become due at once."""
-    settings.CACHES = redis_cache_settings("django-redis")
     clock, ahead = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead[0])
     with redis_server.client(db=1) as client:
         client.set("odd", "no list")
     # Messages that are published one by one.
-    leave(outbox, task=unique, queue="odd")
-    wanted = leave(outbox, 3, task=unique)
+    leave(alias, task=unique, queue="odd")
+    wanted = leave(alias, 3, task=unique)
 
     def take_long(**_: Any) -> None:
-        assert not table(outbox).due().exists()
+        assert not table(alias).due().exists()
         ahead[0] += relay_module.LEASE.total_seconds() / 2
 
-    relay = Relay(outbox)
+    relay = Relay(alias)
     task_send_failed.connect(take_long, weak=False)
     try:
         assert (relay.relay_batch(), relay.count, ahead) == (4, 0, [30.0])
     finally:
         task_send_failed.disconnect(take_long)
-    wait_for(lambda: table(outbox).due().count() == 3, 20)
+    wait_for(lambda: table(alias).due().count() == 3, 20)
     assert (relay.relay_batch(), relay.count) == (3, 3)
     assert ids(sent()) == wanted
 
 
 def test_a_batch_that_a_time_limit_ends_is_given_back(
-    outbox: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Celery's SoftTimeLimitExceeded in mid-batch, as in the shipped task, leaves all of it due."""
-    wanted = leave(outbox, 3)
+    wanted = leave(alias, 3)
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise SoftTimeLimitExceeded
 
-    relay = Relay(outbox)
+    relay = Relay(alias)
     with monkeypatch.context() as patch:
         patch.setattr(redis.Redis, "execute_command", interrupt)
         patch.setattr(redis.client.Pipeline, "execute", interrupt)
         with pytest.raises(SoftTimeLimitExceeded):
             relay.relay_batch()
     assert sent() == []
-    wait_for(lambda: table(outbox).due().count() == 3, 20)
-    assert attempts(outbox) == [0] * 3
+    wait_for(lambda: table(alias).due().count() == 3, 20)
+    assert attempts(alias) == [0] * 3
     assert relay.relay_batch() == 3
     assert ids(sent()) == wanted
 
@@ -607,27 +534,27 @@ def test_a_replica_has_no_outbox(
     assert messages_of(caplog, "INFO") == [line]
 
 
-def test_an_alias_that_stands_for_another_has_no_outbox(outbox: str) -> None:
+def test_an_alias_that_stands_for_another_has_no_outbox(alias: str) -> None:
     """Nor has a replica by TEST MIRROR, whose rows are another's, or Django's stand-in for none."""
-    mirror = {**connections.settings[outbox], "TEST": {"MIRROR": outbox}}
+    mirror = {**connections.settings[alias], "TEST": {"MIRROR": alias}}
     with registered("mirror", mirror), registered("nothing", {}):
         assert table("mirror").count() == 0
         assert connections["nothing"].vendor == "unknown"
         found = set(outbox_aliases())
-    assert outbox in found
+    assert alias in found
     assert not found & {"mirror", "nothing"}
 
 
-def test_a_database_without_autocommit_is_refused(outbox: str) -> None:
+def test_a_database_without_autocommit_is_refused(alias: str) -> None:
     """The changes of a relay there would not be committed."""
-    manual = {**connections.settings[outbox], "AUTOCOMMIT": False}
+    manual = {**connections.settings[alias], "AUTOCOMMIT": False}
     with registered("manual", manual), pytest.raises(ConfigurationError) as caught:
         Relay("manual")
     assert str(caught.value).startswith("The database 'manual' has AUTOCOMMIT off")
 
 
 def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
-    make_database: MakeDatabase, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
+    make_database: MakeDatabase, sent: Sent, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shipped task relays the outboxes that it can, and fails all the same."""
     from django_celery_safe.tasks import relay_outbox
@@ -659,11 +586,11 @@ def leave_chord(alias: str, app: Celery, part: Any) -> list[str]:
 @pytest.mark.parametrize("gone", ["result backend", "lock store"])
 def test_only_those_wait_that_need_what_is_gone(
     gone: str,
-    outbox: str,
+    alias: str,
     own_redis: RedisServer,
     redis_server: RedisServer,
     make_app: MakeApp,
-    settings: "Settings",
+    settings: Settings,
 ) -> None:
     """A chord of unique tasks needs both, and holds up none that needs only the other of them."""
     urls = {
@@ -675,20 +602,20 @@ def test_only_those_wait_that_need_what_is_gone(
     settings.CACHES = {"default": cache}
     app = make_app(result_backend=urls["result backend"])
     plain, once = (app.tasks[task.name] for task in (add, unique))
-    both = leave_chord(outbox, app, once)
-    locked = leave(outbox, 2, task=once)
-    whole = leave_chord(outbox, app, plain)
-    others = leave(outbox, 2, task=plain)
+    both = leave_chord(alias, app, once)
+    locked = leave(alias, 2, task=once)
+    whole = leave_chord(alias, app, plain)
+    others = leave(alias, 2, task=plain)
     waiting = whole if gone == "result backend" else locked
     wanted = {*locked, *whole, *others} - set(waiting)
 
     own_redis.stop()
-    assert drain(outbox) == 4
+    assert drain(alias) == 4
     assert set(ids(take_published(redis_server))) == wanted
-    assert set(table(outbox).values_list("task_id", flat=True)) == {*both, *waiting}
-    assert attempts(outbox) == [0] * 4
-    assert not table(outbox).due().exists()
+    assert set(table(alias).values_list("task_id", flat=True)) == {*both, *waiting}
+    assert attempts(alias) == [0] * 4
+    assert not table(alias).due().exists()
     own_redis.start()
-    make_due(outbox)
-    assert drain(outbox) == 4
+    make_due(alias)
+    assert drain(alias) == 4
     assert set(ids(take_published(redis_server))) == {*both, *waiting}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group
@@ -19,11 +19,10 @@ from django.db import DatabaseError, connections, transaction
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import OperationalError
+from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage
-from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import broker as broker_module
 from django_celery_safe.sending import sender as sender_module
 from django_celery_safe.sending.relay import Relay
@@ -33,24 +32,11 @@ from tests.app.tasks import add
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port, start_in_process, wait_for
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids
-from tests.sending.published import Published
-from tests.sending.relaying import count_calls
+from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, count_calls, hearing, ids, table
+from tests.sending.published import Sent
 from tests.servers import RedisServer, Server
 
-if TYPE_CHECKING:
-    from pytest_django import Settings
-
 pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
-
-TABLE = OutboxMessage._meta.db_table
-
-
-def table(alias: str) -> OutboxMessages:
-    """Return all rows of a database."""
-    return OutboxMessage.objects.using(alias)
 
 
 def keep(number: int, using: str, task: Any = add, **options: Any) -> Any:
@@ -114,7 +100,7 @@ def test_after_a_long_transaction_the_row_decides_too(
 
 
 def test_the_sends_of_a_commit_look_for_their_rows_once(
-    alias: str, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
+    alias: str, sent: Sent, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty sends cost one look, and one DELETE."""
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
@@ -168,7 +154,7 @@ def test_a_test_runs_only_the_callbacks_of_its_block(alias: str, sent: Sent) -> 
 
 
 def test_the_outbox_sends_of_a_commit_share_its_time(
-    alias: str, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
+    alias: str, sent: Sent, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow broker gets what OUTBOX_SEND_TIMEOUT allows for all; a relay has the rest at once."""
     monkeypatch.setattr(sender_module, "GRACE", 45.0)
@@ -228,7 +214,7 @@ def test_plain_sends_of_a_commit_wait_once_for_a_silent_broker(
 
 @pytest.mark.parametrize("outbox", [True, False])
 def test_the_chords_of_a_commit_wait_once_for_a_silent_result_backend(
-    outbox: bool, make_app: MakeApp, silent: socket.socket, settings: "Settings", sent: Sent
+    outbox: bool, make_app: MakeApp, silent: socket.socket, settings: Settings, sent: Sent
 ) -> None:
     """The second chord fails at once with the error of the first, and a plain task is sent."""
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 5.0}
@@ -279,7 +265,7 @@ def commit(send: Callable[[], Any], using: str) -> Any:
 
 
 @pytest.fixture
-def patience(settings: "Settings") -> None:
+def patience(settings: Settings) -> None:
     """Give a broker that is silent little time."""
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": TIMEOUT}
 
@@ -327,7 +313,7 @@ def test_after_a_silence_nobody_waits_again(
     alias: str,
     make_app: MakeApp,
     request: pytest.FixtureRequest,
-    settings: "Settings",
+    settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For OUTBOX_SEND_TIMEOUT sends are left to the relay at once, whether or not it is back."""

@@ -3,26 +3,23 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chord, group, shared_task
 from django.db import transaction
 from django.test import TestCase, override_settings
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, send_on_commit
 from django_celery_safe.events import SENT_IN_ATOMIC
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
 from tests.sending.conftest import take_records
-from tests.sending.published import Published
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
+from tests.sending.published import Sent
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-Sent = Callable[[], list[Published]]
 Warned = Callable[[], list[logging.LogRecord]]
 
 ON = {"WARN_IN_ATOMIC": True}
@@ -45,7 +42,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Warned:
 
 
 @pytest.fixture
-def switched_on(settings: "Settings", broker: Celery) -> None:
+def switched_on(settings: Settings, broker: Celery) -> None:
     """The setting is on, and there is a broker."""
     settings.DJANGO_CELERY_SAFE = ON
 
@@ -90,7 +87,7 @@ def test_a_plain_send_in_a_transaction_is_told(
 @pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize("outbox", [False, True])
 def test_sends_on_commit_are_not_told(
-    outbox: bool, warned: Warned, sent: Sent, settings: "Settings"
+    outbox: bool, warned: Warned, sent: Sent, settings: Settings
 ) -> None:
     """They do what the warning asks for; and a task of Celery's own class says nothing."""
     with transaction.atomic():

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery, chain, group, shared_task
 from django.db import transaction
 from kombu.exceptions import OperationalError
+from pytest_django import Settings
 
 from django_celery_safe import (
     HeldLock,
@@ -28,21 +29,16 @@ from tests.app.celery import app
 from tests.app.tasks import add
 from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache
+from tests.conftest import REDIS_BACKENDS
 from tests.contract.conftest import use_store
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
-from tests.sending.published import Published, ids_in
+from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 __all__ = ["use_store"]
 
-pytestmark = pytest.mark.django_db(transaction=True)
-
-Sent = Callable[[], list[Published]]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("in_redis")]
 
 #: Seconds that a test may take between a send and a look at its lock.
 SLACK = 15
@@ -71,12 +67,6 @@ def alone(number: int) -> None:
 @single_instance(key="{number}", unique_until="end")
 def plain(number: int) -> None:
     """Have Celery's own base, which knows of no lock at the send."""
-
-
-@pytest.fixture(autouse=True)
-def locks(redis_cache_settings: MakeRedisCache, settings: "Settings") -> None:
-    """Locks are in the private Redis, emptied."""
-    settings.CACHES = redis_cache_settings("django-redis")
 
 
 def lock_of(number: int, task: Any = once) -> HeldLock | None:
@@ -215,7 +205,7 @@ def test_a_rollback_leaves_no_lock(sent: Sent) -> None:
 
 
 def test_a_lock_in_the_transactions_own_database_waits_for_the_commit(
-    sent: Sent, settings: "Settings", db_alias: str
+    sent: Sent, settings: Settings, db_alias: str
 ) -> None:
     """With LOCK_DATABASE the lock is taken after the commit; before it, that is an error."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
@@ -284,7 +274,7 @@ def test_a_failing_send_leaves_the_lock_of_another(without_broker: Any, sent: Se
     assert lock.holder.task_id == first.id
 
 
-def test_without_the_lock_store_nothing_unique_is_sent(sent: Sent, settings: "Settings") -> None:
+def test_without_the_lock_store_nothing_unique_is_sent(sent: Sent, settings: Settings) -> None:
     """Whether it is a duplicate is not known: the caller gets the error, and others are sent."""
     nowhere = {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": refusing()}
     settings.CACHES = {**settings.CACHES, "default": nowhere}
@@ -327,7 +317,7 @@ def test_the_lease_lasts_until_a_lost_message_is_given_up(
     options: Callable[[], dict[str, Any]],
     seconds: float,
     sent: Sent,
-    settings: "Settings",
+    settings: Settings,
 ) -> None:
     """SENT_TIMEOUT plus the delay, and no longer than until the message expires."""
     settings.DJANGO_CELERY_SAFE = {} if setting is None else {"SENT_TIMEOUT": setting}

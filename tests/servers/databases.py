@@ -10,7 +10,7 @@ emptied.
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -91,14 +91,25 @@ def end_own_session(alias: str) -> None:
         other.close()
 
 
-def waits_for_a_lock(server: PostgresServer, alias: str) -> int:
-    """Return how many sessions wait for a lock in a database."""
-    with server.connect() as connection:
-        found = connection.execute(
-            "SELECT 1 FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
-            [connections.settings[alias]["NAME"]],
-        )
-        return len(found.fetchall())
+#: Counts the sessions that wait for a lock, by vendor.
+WAITING = {
+    "postgresql": "SELECT count(*) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND wait_event_type = 'Lock'",
+    "mysql": "SELECT variable_value FROM information_schema.global_status "
+    "WHERE variable_name = 'Innodb_row_lock_current_waits'",
+}
+
+
+def until_somebody_waits(alias: str) -> None:
+    """Wait until a session waits for a lock in a database."""
+    connection: Any = connections[alias]
+    with closing(connection.copy()) as other, other.cursor() as cursor:
+
+        def is_waited() -> bool:
+            cursor.execute(WAITING[connection.vendor])
+            return int(cursor.fetchone()[0]) > 0
+
+        wait_for(is_waited, 90, "nobody waits")
 
 
 class Template(NamedTuple):

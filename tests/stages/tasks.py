@@ -23,13 +23,6 @@ def add(params: dict[str, Any], number: int = 1) -> dict[str, Any]:
 
 @shared_task(base=SafeTask)
 @stages.step
-def refuse(params: dict[str, Any]) -> bool:
-    """Fail without an error."""
-    return False
-
-
-@shared_task(base=SafeTask)
-@stages.step
 def crash(params: dict[str, Any]) -> None:
     """Fail by an error, unless the params say that all is well."""
     if not params.get("well"):

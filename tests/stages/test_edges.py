@@ -1,8 +1,6 @@
 """Rare ends of steps and runs: duplicates, deaths, forks, old code, replicas, eager mode."""
 
-import asyncio
 import os
-import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -171,24 +169,6 @@ def test_a_step_that_kills_its_process_fails(
     assert [one["task_id"] for one in heard] == ([] if is_run else [message.id])
 
 
-def test_a_step_that_ends_its_process_dies(staged: Staged) -> None:
-    """sys.exit() counts as a death, so that it is not run for ever."""
-
-    def leave(task: Any) -> None:
-        sys.exit(1)
-
-    run = staged.start("a", task=staged.make_task(name="tests.leaving", max_deaths=1))
-    staged.bodies["a"] = leave
-    message = staged.take_one()
-    with pytest.raises(SystemExit):
-        staged.deliver(message)
-    (row,) = staged.messages("a")
-    assert (shown(run), row.deaths, row.last_death) == ("w", 1, row.holder)
-    assert staged.deliver(message).state == "FAILURE"
-    assert statuses(run) == ("failed", "f")
-    assert f"process {os.getpid()} on " in staged.step("a").error
-
-
 @pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
 @pytest.mark.parametrize("end", ["well", "with an error"])
 def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str) -> None:
@@ -212,20 +192,6 @@ def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str)
     assert outcome == ("SUCCESS", {"a": "running"})
     run.refresh_from_db()
     assert (*statuses(run), run.params) == ("succeeded", "s", {"a": "running"})
-
-
-def test_a_step_that_was_cancelled_has_failed(staged: Staged) -> None:
-    """asyncio's CancelledError ends no process, so that the step would be run again for ever."""
-
-    async def cancel() -> None:
-        raise asyncio.CancelledError
-
-    staged.bodies["a"] = lambda task: asyncio.run(cancel())
-    run = staged.start("a", "b")
-    with pytest.raises(asyncio.CancelledError):
-        staged.deliver(staged.take_one())
-    assert statuses(run) == ("failed", "fa")
-    assert staged.step("a").error_type == "CancelledError"
 
 
 def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:

@@ -1,9 +1,8 @@
 """What a crash leaves behind is continued by relays, and what has ended is deleted by them."""
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +21,12 @@ from django_celery_safe.stages import Status
 from django_celery_safe.stages.follower import StepFollower
 from django_celery_safe.stages.step_table import get_prunable
 from tests.concurrency.mailbox import Message
-from tests.processes import wait_for
 from tests.sending.conftest import hearing
-from tests.servers import PostgresServer
-from tests.servers.databases import waits_for_a_lock
+from tests.servers.databases import until_somebody_waits
 from tests.stages.chores import prune
 from tests.stages.test_edges import begin_and_die, revoke, statuses
 from tests.stages.test_messages import Staged, refuse, shown
+from tests.statements import at_statement
 
 TABLE = OutboxMessage._meta.db_table
 
@@ -205,45 +203,24 @@ def test_what_still_runs_is_not_pruned(staged: Staged) -> None:
 def test_a_run_that_is_resumed_meanwhile_is_not_pruned(staged: Staged) -> None:
     """Pruning asks again under the run's lock, so what somebody resumes before that stays."""
     run = ended(staged, timedelta(days=8), Status.ABORTED)
-    asked: list[str] = []
 
-    def resume(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        result = execute(sql, params, many, context)
-        if sql.startswith("SELECT") and not asked:
-            asked.append(sql)
-            rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
-            rows.update(status=Status.RUNNING)
-        return result
+    def resume() -> None:
+        rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
+        rows.update(status=Status.RUNNING)
 
     (chosen,) = get_prunable(staged.alias)
-    with connections[staged.alias].execute_wrapper(resume):
+    with at_statement(staged.alias, "SELECT", resume, after=True, times=1) as met:
         prune_some(chosen, 1, 1)
-    assert asked
+    assert met
     assert ids(staged) == {run.pk}
 
 
 # Deletion beside a step that ends.
 
 
-@contextmanager
-def before(alias: str, begin_of_sql: str, do: Callable[[], object]) -> Iterator[None]:
-    """Do something once, in this thread, before its first such statement in a transaction."""
-    left = [do]
-
-    def run_first(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if left and sql.startswith(begin_of_sql) and connections[alias].in_atomic_block:
-            left.pop()()
-        return execute(sql, params, many, context)
-
-    with connections[alias].execute_wrapper(run_first):
-        yield
-
-
 @pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
 @pytest.mark.parametrize("prunes", [True, False])
-def test_a_step_that_ends_waits_for_a_deletion(
-    prunes: bool, staged: Staged, postgres_server: PostgresServer
-) -> None:
+def test_a_step_that_ends_waits_for_a_deletion(prunes: bool, staged: Staged) -> None:
     """While a run is being deleted, who ends its stage waits for that, and begins nothing then."""
     go_on, begun = threading.Event(), threading.Event()
 
@@ -253,7 +230,7 @@ def test_a_step_that_ends_waits_for_a_deletion(
 
     def let_it_end() -> None:
         go_on.set()
-        wait_for(lambda: waits_for_a_lock(postgres_server, staged.alias), 30)
+        until_somebody_waits(staged.alias)
 
     staged.bodies["b"] = work
     run = staged.start("ab", "c")
@@ -262,7 +239,8 @@ def test_a_step_that_ends_waits_for_a_deletion(
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(staged.deliver_elsewhere, message)
         assert begun.wait(30)
-        with before(staged.alias, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
+        delete = 'DELETE FROM "django_celery_safe_stagestep"'
+        with at_statement(staged.alias, delete, let_it_end, times=1):
             rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
             assert rows.erase() if prunes else rows.delete()
         assert ending.result(30).state == "SUCCESS"
@@ -270,20 +248,18 @@ def test_a_step_that_ends_waits_for_a_deletion(
 
 
 @pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
-def test_a_deletion_waits_for_a_stage_that_begins(
-    staged: Staged, postgres_server: PostgresServer
-) -> None:
+def test_a_deletion_waits_for_a_stage_that_begins(staged: Staged) -> None:
     """While a step begins the next stage, a deletion waits for the run, and holds no step."""
     run, is_ending = staged.start("a", "b"), threading.Event()
     message = staged.take_one()
 
-    def until_somebody_waits() -> None:
+    def end_and_wait() -> None:
         is_ending.set()
-        wait_for(lambda: waits_for_a_lock(postgres_server, staged.alias), 30)
+        until_somebody_waits(staged.alias)
 
     def end() -> None:
         staged.mailbox.app.set_current()
-        waiting = before(staged.alias, "INSERT INTO", until_somebody_waits)
+        waiting = at_statement(staged.alias, "INSERT INTO", end_and_wait, times=1)
         with closing(connections[staged.alias]), waiting:
             staged.deliver(message)
 
@@ -380,7 +356,7 @@ def test_a_step_that_begins_while_its_run_stops_ends_as_it_will(staged: Staged) 
         # After the look which steps wait, and before these are aborted.
         quote = '"' if connections[staged.alias].vendor == "postgresql" else "`"
         message_id = ".".join(f"{quote}{name}{quote}" for name in (TABLE, "id"))
-        with before(staged.alias, f"SELECT {message_id}", begin):
+        with at_statement(staged.alias, f"SELECT {message_id}", begin, times=1):
             run.abort()
         alive = run.steps.alive().count()
         go_on.set()

@@ -1,9 +1,9 @@
 """Messages of steps: delivered once, again, late, and while others run the step."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from random import Random
 from typing import Any, Final
@@ -31,6 +31,7 @@ from tests.kinds import more_for_claim
 from tests.sending.carrying import lose_commit
 from tests.sending.conftest import hearing
 from tests.sending.test_carried import BRACKETS
+from tests.statements import at_statement, raising
 
 NAME: Final = "tests.staged"
 #: The plan of most tests, by the names of its steps.
@@ -176,34 +177,17 @@ def test_deliveries_in_any_order_do_each_step_once(staged: Staged) -> None:
 
 def test_a_process_that_dies_before_it_begins_the_next_stage(staged: Staged) -> None:
     """The step is done; its message that comes again begins the next stage, once."""
-    look = "SELECT id FROM django_celery_safe_stagestep"
-
-    def die(execute: Any, sql: str, *args: Any) -> Any:
-        if sql.startswith(look):  # whether the stage is complete
-            raise KeyboardInterrupt
-        return execute(sql, *args)
-
+    look = "SELECT id FROM django_celery_safe_stagestep"  # whether the stage is complete
     run = staged.start("a", "bc")
     message = staged.take_one()
-    with connections[staged.alias].execute_wrapper(die), pytest.raises(KeyboardInterrupt):
+    dies = at_statement(staged.alias, look, raising(KeyboardInterrupt()))
+    with dies, pytest.raises(KeyboardInterrupt):
         staged.deliver(message)
     assert (shown(run), staged.take()) == ("sww", [])
     staged.end_lease("a")
     assert [staged.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
     assert len(staged.take()) == 2
     assert staged.calls == ["a"]
-
-
-def test_a_message_of_a_run_that_is_gone_does_nothing(staged: Staged) -> None:
-    """Messages of a run that was deleted or pruned begin nothing."""
-    run = staged.start("ab")
-    first, second = staged.take()
-    staged.deliver(first)
-    run.delete()
-    states = [staged.deliver(message).state for message in (first, second)]
-    assert states == ["IGNORED", "SUCCESS"]
-    assert staged.calls == ["a"]
-    assert not staged.steps.exists()
 
 
 @pytest.mark.sql
@@ -338,15 +322,6 @@ def test_no_answer_loses_a_waiting_step(staged: Staged, monkeypatch: pytest.Monk
     assert (shown(run), told) == ("w", [])
 
 
-def raising(error: Exception) -> Callable[[Any], Any]:
-    """Return a body that raises this."""
-
-    def work(task: Any) -> None:
-        raise error
-
-    return work
-
-
 def test_a_step_whose_message_goes_on_elsewhere_waits(staged: Staged) -> None:
     """What stands above it left the message to another run, so a relay sends it again."""
     staged.bodies["a"] = raising(MessageGoesOn("another does it"))
@@ -407,19 +382,10 @@ def test_a_step_fails_once(end: str, staged: Staged) -> None:
 # A database in trouble.
 
 
-@contextmanager
-def trouble(alias: str, begins: str, model: Any, times: int) -> Iterator[list[str]]:
+def trouble(alias: str, begins: str, model: Any, times: int) -> Any:
     """Let the database refuse so many statements about a table; gives those."""
-    refused: list[str] = []
-
-    def run(execute: Any, sql: str, *args: Any) -> Any:
-        if sql.startswith(begins) and model._meta.db_table in sql and len(refused) < times:
-            refused.append(sql)
-            raise OperationalError("the server closed the connection unexpectedly")
-        return execute(sql, *args)
-
-    with connections[alias].execute_wrapper(run):
-        yield refused
+    refuse = raising(OperationalError("the server closed the connection unexpectedly"))
+    return at_statement(alias, begins, refuse, about=model._meta.db_table, times=times)
 
 
 @pytest.mark.parametrize(("begins", "model"), [("", StageStep), ("UPDATE", StageRun)])

@@ -14,10 +14,8 @@ from django_celery_safe.models import StageRun
 from django_celery_safe.signals import run_ended
 from django_celery_safe.stages.status import Status
 from tests.idempotency.test_flags_race import isolate
-from tests.processes import wait_for
 from tests.sending.conftest import hearing
-from tests.servers import PostgresServer
-from tests.servers.databases import waits_for_a_lock
+from tests.servers.databases import until_somebody_waits
 from tests.stages.test_messages import Staged, refuse, shown
 
 # The plan of all tests here is ab, cd, e: two steps, then two, then one. The text of
@@ -290,7 +288,7 @@ def test_what_is_rolled_back_did_not_happen(action: str, staged: Staged) -> None
 
 @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
 def test_a_change_waits_for_another_at_every_isolation_level(
-    level: str, postgres_alias: str, postgres_server: PostgresServer
+    level: str, postgres_alias: str
 ) -> None:
     """An abort that waited for another change of its run is done after that, without an error."""
     isolate(postgres_alias, level)
@@ -307,7 +305,7 @@ def test_a_change_waits_for_another_at_every_isolation_level(
         with runs.locked(run.pk):
             runs.update(status=Status.RUNNING)
             second = pool.submit(abort)
-            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
+            until_somebody_waits(postgres_alias)
         second.result()
     assert runs.get().status == Status.ABORTED
 

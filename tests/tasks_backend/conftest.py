@@ -11,11 +11,10 @@ import pytest
 from django.test import override_settings
 
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import NOT_RUN, MakeDatabase
+from tests.conftest import NOT_RUN, MakeDatabase, app_on_redis
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.tasks_backend.scenes import ByHand, Scene, tasks_setting
-from tests.worker.brokers import app_on_broker
 
 #: The settings of the scenes: results are kept, and leases are short.
 SETTINGS: dict[str, Any] = {"RETENTION": {"sent": 3600}, "LOCK_TIMEOUT": 2}
@@ -53,8 +52,8 @@ def scene(redis_server: RedisServer, make_module_database: MakeDatabase) -> Iter
     """The backend with its rows in a SQLite file, and Redis as the broker."""
     alias = make_module_database("sqlite-immediate")
     with (
-        app_on_broker(redis_server, redis_server, **SETTINGS),
-        override_settings(TASKS=tasks_setting(alias)),
+        app_on_redis(redis_server),
+        override_settings(TASKS=tasks_setting(alias), DJANGO_CELERY_SAFE=SETTINGS),
     ):
         yield Scene(alias)
         gc.collect()  # Results unsubscribe when they go.

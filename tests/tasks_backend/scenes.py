@@ -1,18 +1,13 @@
 """Where the tests of the backend play: beside a mailbox, or beside real workers."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 from celery import _state
 
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.sending.relay import Relay
-from tests.app.celery import app
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.processes import CeleryWorker, start_in_process, wait_for
+from tests.processes import CeleryWorker, wait_for
 
 BACKEND = "django_celery_safe.backends.SafeCeleryBackend"
 #: Seconds until something must have happened for which a lease of 2 s has to be over.
@@ -50,12 +45,6 @@ class ByHand:
     def take(self) -> Message:
         """Return the only message that was sent since the last time."""
         return self.mailbox.take_one()
-
-    def relay(self) -> None:
-        """Send what is due, as a relay does."""
-        relay = Relay(self.alias)
-        while relay.relay_batch():
-            pass
 
     def enqueue_and_run(self, task: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a task that was enqueued, and delivered once."""
@@ -95,17 +84,3 @@ class Scene:
 
         wait_for(is_finished, PATIENCE, f"{result.id} is not finished: {self.rows.values()}")
         return result
-
-
-def run_relay(alias: str) -> None:
-    """Relay until the process is killed."""
-    app.set_current()
-    relay = Relay(alias)
-    relay.run(threading.Event())
-
-
-@contextmanager
-def relaying(alias: str) -> Iterator[None]:
-    """Have a relay in a process of its own during the block."""
-    with start_in_process(run_relay, alias):
-        yield

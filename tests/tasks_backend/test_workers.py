@@ -9,7 +9,8 @@ import pytest
 
 from tests.processes import Journal, wait_for
 from tests.tasks_backend import work
-from tests.tasks_backend.scenes import PATIENCE, Scene, relaying
+from tests.tasks_backend.scenes import PATIENCE, Scene
+from tests.worker.relaying import relaying
 
 
 def runs_in(folder: Path) -> list[dict[str, Any]]:

@@ -1,15 +1,12 @@
 """Tasks that are carried until done, for the workers of ``test_carried``."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 from celery import shared_task
-from celery.signals import after_task_publish, task_failure, worker_shutting_down
-from django.db import transaction
+from celery.signals import task_failure, worker_shutting_down
 
-from django_celery_safe import SafeTask, current_claim, resumable
+from django_celery_safe import SafeTask, resumable
 from django_celery_safe.models import OutboxMessage
 from tests.app.models import Person
 from tests.processes import wait_for
@@ -49,44 +46,11 @@ def stay_too_long(self: Any, room: str, alias: str) -> None:
     wait(enter(self, room, alias))
 
 
-@shared_task(**CARRIED, max_deaths=2)
-def kill_itself(self: Any, room: str, alias: str) -> None:
-    """Kill each process that runs it."""
-    enter(self, room, alias)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @shared_task(**CARRIED)
 def note(self: Any, room: str, alias: str, *parts: Any) -> str:
     """Note that it ran."""
     enter(self, room, alias)
     return "noted"
-
-
-def write_once(task: Any, room: str, alias: str) -> None:
-    """Write a row, and finish the task with it."""
-    enter(task, room, alias)
-    with transaction.atomic(using=alias):
-        Person.everyone.using(alias).create()
-        current_claim().finish()
-
-
-@shared_task(**CARRIED)
-def lead(self: Any, room: str, alias: str) -> None:
-    """Write once; the process is killed when the message of ``trail`` has gone out."""
-    write_once(self, room, alias)
-
-    def die(**kwargs: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if len(Room(Path(room)).runs()) == 1:
-        after_task_publish.connect(die, sender=trail.name, weak=False)
-
-
-@shared_task(**CARRIED)
-def trail(self: Any, room: str, alias: str) -> None:
-    """Write once, after ``lead``."""
-    write_once(self, room, alias)
 
 
 @shared_task(**CARRIED)

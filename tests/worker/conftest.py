@@ -1,5 +1,6 @@
 """Fixtures for the tests on real workers; one worker serves all tests of a module."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from tests.worker.rooms import Room
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Room:
-    """A room for this test alone."""
-    return Room(tmp_path)
+def room(tmp_path: Path) -> Iterator[Room]:
+    """A room for this test alone, open in the end."""
+    room = Room(tmp_path)
+    yield room
+    room.open()

@@ -1,5 +1,7 @@
 """Where tasks of the tests meet: each stays in a room until the test opens its gate."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +56,11 @@ class Room:
     def open(self) -> None:
         """Let everybody go, those who come later too."""
         (self.folder / "gate").touch()
+
+    def kill_run(self) -> None:
+        """Wait for a run in the room, and end the process of the latest."""
+        self.until(self.runs, "it does not run", 40)
+        os.kill(self.runs()[-1]["pid"], signal.SIGKILL)
 
     def runs(self, task_id: str | None = None) -> list[dict[str, Any]]:
         """Return the runs that began, of this id or of all."""

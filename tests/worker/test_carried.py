@@ -7,33 +7,30 @@ The rows are in PostgreSQL, and a relay runs in a process of its own. Leases are
 import gc
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from celery import chain, shared_task
+from celery import shared_task
 from celery.canvas import Signature
 from django.test import override_settings
+from pytest_django import DjangoDbBlocker
 
-from django_celery_safe import SafeTask, send_on_commit
+from django_celery_safe import SafeTask
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.sending.relay import Relay
 from tests.app.celery import app, tell_workers
 from tests.app.models import Person
-from tests.processes import CeleryWorker, start_in_process, wait_for
+from tests.conftest import app_on_redis
+from tests.processes import CeleryWorker, wait_for
+from tests.resuming.loops import EACH_ONCE, fill, written
 from tests.servers import RedisServer, Server
 from tests.servers.databases import Databases
 from tests.versions import IS_CELERY_57
 from tests.worker import carried_tasks as tasks
-from tests.worker.brokers import app_on_broker, result_state
+from tests.worker.relaying import relaying
 from tests.worker.rooms import Room
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
 
 #: Seconds until something must have happened for which a lease of 2 s has to be over.
 PATIENCE = 40
@@ -45,13 +42,6 @@ IMPATIENT = {**LEASE, "OUTBOX_RESEND_AFTER": 3}
 @shared_task(base=SafeTask, outbox="until_done")
 def unknown(room: str, alias: str) -> None:
     """Be known to this process only."""
-
-
-def run_relay(alias: str) -> None:
-    """Relay until the process is killed."""
-    app.set_current()
-    relay = Relay(alias)
-    relay.run(threading.Event())
 
 
 @dataclass
@@ -104,23 +94,6 @@ class Scene:
         )
         return self.row(task_id)
 
-    def purge(self, queue: str) -> None:
-        """Let the broker lose all that waits in a queue, on Redis in its whole database."""
-        if isinstance(self.broker, RedisServer):
-            with self.broker.client(db=1) as client:
-                assert client.llen(queue) == 1
-                client.flushdb()
-            return
-        with app.connection_for_write() as connection:
-            assert connection.default_channel.queue_purge(queue) == 1
-
-    @contextmanager
-    def relaying(self, **settings: Any) -> Iterator[None]:
-        """Have a relay in a process of its own during the block."""
-        changes = {"DJANGO_CELERY_SAFE": settings} if settings else {}
-        with start_in_process(run_relay, self.alias, settings=changes):
-            yield
-
     def worker(self, queue: str = "celery", pool: str = "prefork", size: int = 2) -> CeleryWorker:
         """Return a worker, not yet started, that knows the tasks but the unknown one."""
         return CeleryWorker(
@@ -138,12 +111,13 @@ def scene(
     postgres_server: object,
     _databases: Databases,
     tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[Scene]:
     """An outbox in PostgreSQL, either broker, and results and locks in the private Redis."""
     broker: Server = request.getfixturevalue(f"{request.param}_server")
     with ExitStack() as stack:
-        stack.enter_context(app_on_broker(broker, redis_server, **LEASE))
+        stack.enter_context(app_on_redis(redis_server, broker=broker))
+        stack.enter_context(override_settings(DJANGO_CELERY_SAFE=LEASE))
         stack.enter_context(django_db_blocker.unblock())
         folder = tmp_path_factory.mktemp("carried")
         alias = stack.enter_context(_databases.alias("postgres", folder))
@@ -167,27 +141,19 @@ def worker(scene: Scene) -> Iterator[CeleryWorker]:
 @pytest.fixture(scope="module")
 def relay(scene: Scene) -> Iterator[None]:
     """A relay for all tests that need no other."""
-    with scene.relaying():
+    with relaying(scene.alias):
         yield
 
 
-@pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
-    """A room for this test alone, open in the end."""
-    room = Room(tmp_path)
-    yield room
-    room.open()
+def result_state(task_id: str) -> str:
+    """Return what the result backend says of a task."""
+    state: str = app.AsyncResult(task_id).state
+    return state
 
 
 def deaths(room: Room, task_id: str | None = None) -> list[int]:
     """Return how many processes had died in a task when each of its runs began."""
     return [run["deaths"] for run in room.runs(task_id)]
-
-
-def kill_run(room: Room) -> None:
-    """Wait for a run in the room, and end its process."""
-    room.until(room.runs, "it does not run", PATIENCE)
-    os.kill(room.runs()[-1]["pid"], signal.SIGKILL)
 
 
 # Processes that die.
@@ -197,12 +163,12 @@ def test_a_death_is_no_failure(scene: Scene, room: Room, worker: CeleryWorker) -
     """A relay sends it once more; meanwhile its result is open, and a signal reports the death."""
     errback = scene.signature(tasks.note, room).set(immutable=True)
     task_id = scene.send(tasks.stay, room, link_error=errback)
-    kill_run(room)
+    room.kill_run()
     wait_for(lambda: f"{task_id}] died" in worker.log, PATIENCE)
     assert result_state(task_id) == "PENDING"
     failed = room.journal.entries("failed")
     assert [(one["id"], one["error"]) for one in failed] == [(task_id, "WorkerLostError")]
-    with scene.relaying():
+    with relaying(scene.alias):
         room.until(lambda: len(room.runs()) == 2, "it is not run again", PATIENCE)
     room.open()
     wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
@@ -226,25 +192,7 @@ def test_a_killed_worker_is_followed_by_another(scene: Scene, room: Room) -> Non
     assert (deaths(room, begun), deaths(room, waiting)) == ([0, 1], [0])
 
 
-@pytest.mark.usefixtures("worker", "relay")
-def test_a_task_that_kills_its_processes_is_given_up(scene: Scene, room: Room) -> None:
-    """It runs as often as processes may die in it, and then has failed."""
-    row = scene.until(scene.send(tasks.kill_itself, room), "failed", room)
-    assert (row.error_type, deaths(room)) == ("TaskPoisoned", [0, 1])
-
-
 # Messages that get lost.
-
-
-def test_a_message_that_the_broker_lost_is_sent_again(scene: Scene, room: Room) -> None:
-    """After OUTBOX_RESEND_AFTER, until a worker takes it up; it is done once."""
-    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT):
-        task_id = scene.send(tasks.note, room, queue="lossy")
-        assert scene.state(task_id) == "sent"
-        scene.purge("lossy")
-        with scene.relaying(), scene.worker("lossy", "solo", 1):
-            scene.until(task_id, "gone", room)
-    assert deaths(room) == [0]
 
 
 @pytest.mark.usefixtures("worker")
@@ -255,7 +203,7 @@ def test_a_task_that_the_worker_does_not_know(scene: Scene, room: Room) -> None:
         row = scene.row(task_id)
         return row.state == "sent" and f"does not know the task {unknown.name}" in row.error
 
-    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT), scene.relaying():
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT), relaying(scene.alias):
         task_id = scene.send(unknown, room)
         room.until(is_told, "its row does not say so", PATIENCE)
 
@@ -339,16 +287,71 @@ def test_a_task_that_expires(scene: Scene, room: Room) -> None:
     assert (row.error, room.runs()) == ("The task expired before it was begun.", [])
 
 
-# Tasks that go on.
+# Resumable loops: children that are killed, and workers that shut down.
 
 
-@pytest.mark.usefixtures("worker", "relay")
-def test_a_child_that_is_killed_as_the_next_link_is_sent(scene: Scene, room: Room) -> None:
-    """Each link of the chain runs once, and what it writes with finish() is written once."""
-    links = [scene.signature(one, room).set(immutable=True) for one in (tasks.lead, tasks.trail)]
-    before = Person.everyone.using(scene.alias).count()
-    send_on_commit(chain(*links), using=scene.alias)
-    room.until(lambda: len(room.runs()) > 1, "the next link does not run", PATIENCE)
-    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
-    assert deaths(room) == [0, 0]
-    assert Person.everyone.using(scene.alias).count() - before == 2
+def begin_walk(scene: Scene, room: Room, queue: str) -> str:
+    """Send a walk over ten rows; return its id when it has one chunk, and is in the second one."""
+    Person.everyone.using(scene.alias).all().delete()
+    fill(scene.alias)
+    task_id = scene.send(tasks.walk, room, queue=queue)
+    room.until(lambda: room.journal.entries("there"), "it is not there", PATIENCE)
+    return task_id
+
+
+@pytest.mark.usefixtures("relay")
+def test_a_killed_child_loses_its_open_chunk(scene: Scene, room: Room) -> None:
+    """Each row is written to once; three deaths with a chunk between them are none too many."""
+    with scene.worker("walked", size=1):
+        task_id = begin_walk(scene, room, "walked")
+        room.kill_run()
+        room.until(lambda: len(room.journal.entries("there")) == 2, "not again", PATIENCE)
+        assert sum(written(scene.alias).values()) == 3
+        assert scene.row(task_id).progress == "3/10"
+        room.open()
+        scene.until(task_id, "gone", room)
+    assert written(scene.alias) == EACH_ONCE
+    assert deaths(room) == [0, 1]
+
+
+#: What a worker is sent, and what its log says once its tasks are told.
+SHUTDOWNS = {
+    "warm": (signal.SIGTERM, "told to shut down"),
+    "soft": (signal.SIGQUIT, "Initiating Soft Shutdown"),
+}
+
+
+@pytest.mark.usefixtures("relay")
+@pytest.mark.parametrize(
+    ("pool", "how"),
+    [
+        ("prefork", "warm"),
+        ("prefork", "soft"),
+        pytest.param("prefork", "remote", marks=pytest.mark.long),
+        pytest.param("solo", "warm", marks=pytest.mark.long),
+        pytest.param("threads", "warm", marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_that_shuts_down_hands_over(scene: Scene, room: Room, pool: str, how: str) -> None:
+    """The task ends behind its open chunk, without a death, and another worker does the rest."""
+    queue = f"{pool}-{how}"
+    soft = override_settings(CELERY_WORKER_SOFT_SHUTDOWN_TIMEOUT=5)
+    with soft, scene.worker(queue, pool, 1) as first:
+        task_id = begin_walk(scene, room, queue)
+        if how == "remote":
+            tell_workers("shutdown")
+            wait_for(lambda: "Got shutdown from remote" in first.log, PATIENCE)
+        else:
+            number, said = SHUTDOWNS[how]
+            os.kill(first.pid, number)
+            wait_for(lambda: said in first.log, PATIENCE)
+        room.open()
+        wait_for(lambda: not first.running, PATIENCE)
+    row = scene.row(task_id)
+    assert row.state in ("pending", "sent")
+    # Until it has closed its connection, the same worker may take the message once more.
+    assert row.progress in ("6/10", "9/10")
+    with scene.worker(queue, pool, 1):
+        scene.until(task_id, "gone", room)
+    assert written(scene.alias) == EACH_ONCE
+    assert {*deaths(room)} == {0}

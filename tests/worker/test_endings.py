@@ -6,7 +6,6 @@ Leases are 30 s and an hour, so what is seen to be free before that was freed.
 
 import gc
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -48,20 +47,6 @@ def services(redis_server: RedisServer) -> Iterator[None]:
     with app_on_redis(redis_server):
         yield
         gc.collect()  # Results unsubscribe when they go.
-
-
-@pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
-    """A room for this test alone, open in the end."""
-    room = Room(tmp_path)
-    yield room
-    room.open()
-
-
-def kill_run(room: Room) -> None:
-    """Wait for a run in the room, and end its process."""
-    room.until(room.runs, "it does not run")
-    os.kill(room.runs()[-1]["pid"], signal.SIGKILL)
 
 
 def locks_in(room: Room) -> list[str]:
@@ -132,7 +117,7 @@ def test_a_worker_without_such_a_task_frees_locks(room: Room) -> None:
             result = asked.apply_async((room.path,), connection=connection, **options)
         room.until(room.runs, "it does not run")
         assert locks_in(room) == [f"{asked.name}:{room.path}"]
-        kill_run(room)
+        room.kill_run()
         wait_for(lambda: bare_app.AsyncResult(result.id).state == "FAILURE", SOON)
         room.until(lambda: locks_in(room) == [], "its lock is held", SOON)
 

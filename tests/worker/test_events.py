@@ -15,27 +15,23 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from celery.exceptions import NotRegistered
+from django.test import override_settings
+from pytest_django import DjangoDbBlocker
 
 from django_celery_safe import find_lock
 from tests.app.celery import app, tell_workers
-from tests.conftest import require
+from tests.conftest import app_on_redis, require
 from tests.processes import CeleryWorker, wait_for
-from tests.servers import RabbitMQServer, RedisServer
+from tests.servers import RabbitMQServer, RedisServer, ServerPool
 from tests.servers.databases import Databases
 from tests.versions import IS_CELERY_57
 from tests.worker import event_tasks
-from tests.worker.brokers import app_on_broker
 from tests.worker.event_tasks import COUNTDOWN, SHORT_LEASE, act, make_task
 from tests.worker.rooms import Room
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
-
-    from tests.servers import ServerPool
 
 #: Seconds until what happens at once must have happened; far less than any lease.
 SOON = 15
@@ -129,10 +125,6 @@ class Scene:
         # A new one each time: a result remembers a failure, though the task runs again.
         task_id = self.result.id
         self.room.until(lambda: app.AsyncResult(task_id).state == state, f"not {state}", 40)
-
-    def kill_run(self) -> None:
-        """End the process of the latest run with SIGKILL."""
-        os.kill(self.room.runs()[-1]["pid"], signal.SIGKILL)
 
 
 Action = Callable[[Scene], Any]
@@ -228,7 +220,7 @@ def killed(state: str) -> Action:
     """End the process of the run with SIGKILL, and wait for this result."""
 
     def action(scene: Scene) -> None:
-        scene.kill_run()
+        scene.room.kill_run()
         scene.end(state)
 
     return action
@@ -242,7 +234,7 @@ def run_again(scene: Scene) -> None:
 
 def run_after_kill(scene: Scene) -> None:
     """End the process of the run with SIGKILL, and wait for the next run."""
-    scene.kill_run()
+    scene.room.kill_run()
     scene.begin()
 
 
@@ -463,11 +455,11 @@ if IS_CELERY_57:
 @pytest.fixture(scope="module")
 def stage(
     request: pytest.FixtureRequest,
-    servers: "ServerPool",
+    servers: ServerPool,
     redis_server: RedisServer,
     _databases: Databases,
     tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
+    django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[CeleryWorker]:
     """
     One worker for all rows that need none of their own.
@@ -485,7 +477,8 @@ def stage(
             stack.enter_context(django_db_blocker.unblock())
             folder = tmp_path_factory.mktemp("database")
             ours["LOCK_DATABASE"] = stack.enter_context(_databases.alias("postgres", folder))
-        stack.enter_context(app_on_broker(broker, redis_server, **ours))
+        stack.enter_context(app_on_redis(redis_server, broker=broker))
+        stack.enter_context(override_settings(DJANGO_CELERY_SAFE=ours))
         yield stack.enter_context(_worker())
         # A result in a traceback asks its backend for something when it goes.
         gc.collect()

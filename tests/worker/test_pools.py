@@ -16,6 +16,7 @@ import pytest
 
 from django_celery_safe import find_lock
 from tests.conftest import app_on_redis
+from tests.locks.renewals import get_lock, get_remaining
 from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
 from tests.worker import pool_tasks
@@ -84,10 +85,7 @@ def until_renewed(names: list[str]) -> None:
 
 def read_lease(name: str) -> tuple[str, float]:
     """Return the token of a lock, and when its lease ends."""
-    lock = find_lock(name)
-    assert lock is not None, f"{name} is free"
-    assert lock.remaining is not None
-    return lock.token, time.monotonic() + lock.remaining
+    return get_lock(name).token, time.monotonic() + get_remaining(name)
 
 
 def test_locks_are_kept_in_every_pool(rooms: dict[str, Room]) -> None:
