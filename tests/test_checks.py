@@ -298,12 +298,9 @@ WAIT_LONG = {"on_conflict": "wait", "blocking_timeout": HOUR + 2}
 END, START = {"unique_until": "end"}, {"unique_until": "start"}
 RETRY = {"on_conflict": "retry"}
 LONG = {"acks_late": True, "time_limit": HOUR + 1}
-GENTLE = {"worker_soft_shutdown_timeout": 10.0}
 NO_OPTIONS, HALF = transport(), transport(socket_timeout=1)
 PATIENT = transport(**checking.TRANSPORT_OPTIONS, visibility_timeout=5402)
-ODD = transport(**checking.TRANSPORT_OPTIONS, visibility_timeout="1 h")
 ADVICE = '"until_done".*WORKER_LOST.*WORKER_PREFETCH_MULTIPLIER = 1.*WORKER_DISABLE_PREFETCH'
-REMAP = f"worker_soft_shutdown_timeout is not set.*such as {NAME},.*REMAP_SIGTERM=SIGQUIT"
 Said: TypeAlias = Callable[[], dict[str, checks.CheckMessage]]
 #: An id, words of its text and hint, and a task with the fault.
 FAULTY: list[tuple[str, str, Said]] = [
@@ -326,7 +323,6 @@ FAULTY: list[tuple[str, str, Said]] = [
     ("W007", "once", plan(function=welcome, autoretry_for=(OSError,))),
     ("W008", "for 3601 s .*timeout of 3600 s.*until_done.*_timeout.: 5402}", on_redis(**LONG)),
     ("W008", "may run for 3602 s", on_redis(WAIT_LONG, acks_late=True, base=Task)),
-    ("W008", REMAP, on_redis(function=welcome, **SURE)),
 ]
 #: Tasks of which nothing is said.
 SILENT: list[Said] = [
@@ -340,13 +336,12 @@ SILENT: list[Said] = [
     plan(function=welcome, outbox="until_done"),
     plan(conf={"task_annotations": {NAME: SURE}}, function=welcome),
     on_redis(conf=PATIENT, **LONG),
-    on_redis(conf=ODD, **LONG),
     on_redis(acks_late=True, time_limit=HOUR),
     on_redis(time_limit=HOUR + 1),
     on_redis(**LONG, outbox="until_done"),
     on_redis(**LONG, base=Task),
     plan({}, None, RABBITMQ_BROKER, **LONG),
-    on_redis(conf=GENTLE, function=welcome, **SURE),
+    on_redis(function=welcome, **SURE),
 ]
 
 

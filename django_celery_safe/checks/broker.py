@@ -8,23 +8,22 @@ from typing import Final
 from django.core.checks import CheckMessage
 
 from ..concurrency.guard import find_guarded
+from ..delivery.copies import visibility_timeout
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from .project import Project, count, is_carried, is_done_once, is_fallback
 
 #: Options of kombu's Redis transport that limit the wait for a silent server.
 TIMEOUTS: Final = ("socket_timeout", "socket_connect_timeout")
+#: Transports that redeliver a message if it is not acknowledged within the visibility timeout.
+REDELIVERING: Final = ("redis", "sqs")
 
 
 def check_broker(project: Project) -> Iterator[CheckMessage]:
     """W006: a send may block for ever, or get lost without an error."""
     if not project.safe_tasks or is_fallback(project.app):
         return  # E004 reports the fallback app
-    try:
-        connection = project.app.connection_for_write()
-        kind, options = connection.transport.driver_type, connection.transport_options
-    except Exception:  # noqa: BLE001 - a broker that can't be used is not for this check
-        return
+    kind, options = project.broker
     missing = [name for name in TIMEOUTS if not options.get(name)]
     if kind == "redis" and missing:
         yield fault(
@@ -67,20 +66,18 @@ def check_lost_tasks(project: Project) -> Iterator[CheckMessage]:
 
 
 def check_redelivery(project: Project) -> Iterator[CheckMessage]:
-    """W008: the broker redelivers a message while its task runs, or late after a worker's end."""
-    timeout = project.visibility_timeout
-    late = [task for task in project.tasks if task.acks_late and not is_carried(task)]
-    if timeout is None or not late:
-        return
-    spans = []
-    for task in late:
+    """W008: the broker redelivers a message while its task still runs."""
+    spans = [(0.0, "")]
+    for task in project.tasks:
         guarded = find_guarded(task)
-        if guarded or isinstance(task, SafeTaskMixin) or is_done_once(task):
+        ours = guarded or isinstance(task, SafeTaskMixin) or is_done_once(task)
+        if ours and task.acks_late and not is_carried(task):
             waits = guarded.options.blocking_timeout if guarded else 0.0
             limit = task.time_limit or project.app.conf.task_time_limit or 0.0
             spans.append((max(limit, waits), task.name))
-    longest, name = max(spans, default=(0.0, ""))
-    if longest > timeout:
+    longest, name = max(spans)
+    timeout = visibility_timeout(project.app)
+    if longest > timeout and project.broker[0] in REDELIVERING:
         yield fault(
             "W008",
             f"Task {name} may run for {longest:.10g} s and acknowledges late, but after a "
@@ -89,15 +86,4 @@ def check_redelivery(project: Project) -> Iterator[CheckMessage]:
             'Set outbox="until_done", with which a second delivery does nothing, or add '
             f'{{"visibility_timeout": {longest * 1.5:.0f}}} to CELERY_BROKER_TRANSPORT_OPTIONS, '
             "set a shorter limit, or use RabbitMQ with a consumer_timeout above that.",
-        )
-    once = [task for task in late if is_done_once(task)]
-    if once and not project.app.conf.get("worker_soft_shutdown_timeout", 0):
-        yield fault(
-            "W008",
-            f"worker_soft_shutdown_timeout is not set: if a worker is killed while it stops, its "
-            f"unfinished tasks, such as {once[0].name}, are redelivered only after a "
-            f"visibility_timeout of {timeout:.10g} s.",
-            "Set CELERY_WORKER_SOFT_SHUTDOWN_TIMEOUT to some seconds less than the deployment "
-            "waits before it kills, and start workers with REMAP_SIGTERM=SIGQUIT in their "
-            "environment.",
         )
