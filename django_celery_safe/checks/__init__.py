@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from celery import signals
 from django.core import checks
@@ -30,24 +30,6 @@ from .tasks import check_options
 
 logger = get_logger(__name__)
 
-Check = Callable[[Project], Iterable[CheckMessage]]
-
-#: Checks that read settings and tasks, and query no server.
-ALWAYS: Final[tuple[Check, ...]] = (
-    check_settings,
-    check_lock_place,
-    check_databases,
-    check_options,
-    check_lost_tasks,
-)
-#: Checks that are of no use on a laptop, or query a server.
-DEPLOYED: Final[tuple[Check, ...]] = (
-    check_broker,
-    check_redelivery,
-    check_lock_server,
-    check_database_servers,
-)
-
 
 def connect() -> None:
     """Register the checks, and log their messages when a worker starts."""
@@ -59,17 +41,19 @@ def connect() -> None:
 
 
 def check_all(**kwargs: Any) -> list[CheckMessage]:
-    """Return the messages of the checks that query no server."""
+    """Return the messages of the checks that read settings and tasks, and query no server."""
     project = load_project()
-    return [*project.faults, *_run(ALWAYS, project)]
+    ways = (check_settings, check_lock_place, check_databases, check_options, check_lost_tasks)
+    return [*project.faults, *_run(project, *ways)]
 
 
 def check_deployment(**kwargs: Any) -> list[CheckMessage]:
-    """Return the messages about a deployment: its broker, lock store, databases and relays."""
-    return _run(DEPLOYED, load_project())
+    """Return the messages that are of no use on a laptop, or query a server."""
+    ways = (check_broker, check_redelivery, check_lock_server, check_database_servers)
+    return _run(load_project(), *ways)
 
 
-def _run(ways: Iterable[Check], project: Project) -> list[CheckMessage]:
+def _run(project: Project, *ways: Callable[[Project], Iterable[CheckMessage]]) -> list[Any]:
     found: list[CheckMessage] = []
     for check in ways:
         with suppress(ConfigurationError):  # a setting is not valid, which E001 reports
