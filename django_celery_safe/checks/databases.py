@@ -10,6 +10,7 @@ from django.apps import apps
 from django.conf import settings
 from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, Error, connections, router
+from django.utils.connection import ConnectionDoesNotExist
 
 from .. import conf
 from ..databases import find_unfit, is_tested, read_moment, refuse_untested
@@ -40,15 +41,11 @@ def check_databases(project: Project) -> Iterator[CheckMessage]:
                 '"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;".',
             )
     for alias, user in _find_users(project).items():
-        if alias not in connections.settings:
-            text = f"DATABASES has no {alias!r}, but {user} would keep rows there."
-            known = ", ".join(map(repr, connections.settings))
-            yield fault("E002", text, f"Use an alias that exists: {known}.")
-            continue
         try:
             refuse_untested(alias, f"keep the rows of {user}")
-        except ConfigurationError as error:
-            yield fault("E002", str(error), "Write a database router that names such an alias.")
+        except (ConfigurationError, ConnectionDoesNotExist) as error:
+            hint = f"Name another alias for the rows of {user}: {', '.join(connections)}."
+            yield fault("E002", str(error), hint)
 
 
 def check_database_servers(project: Project) -> Iterator[CheckMessage]:

@@ -22,12 +22,19 @@ def check_options(project: Project) -> Iterator[CheckMessage]:
     """E005: an option does nothing. W001: it is misspelt. W005: two contradict each other."""
     for task in project.tasks:
         guarded = find_guarded(task)
-        yield from _find_idle(task, guarded.options if guarded else None)
+        lock = guarded.options if guarded else None
+        yield from _find_idle(task, lock)
         for name, meant in find_misspelt(task, SafeTaskMixin):
             text = f"Task {task.name} has the option {name!r}, which does nothing."
             yield fault("W001", text, f"Did you mean {meant!r}?")
-        if guarded:
-            yield from _find_contradictions(task, guarded.options)
+        if lock and lock.unique_until == "start" and lock.on_conflict == "skip":
+            yield fault(
+                "W005",
+                f'Task {task.name} has unique_until="start" and on_conflict="skip": a message that '
+                f"is sent during a run finds the run's lock held when its turn comes, and is "
+                f"skipped.",
+                'Set on_conflict="retry", or unique_until="end" if one run does it for all.',
+            )
 
 
 def _find_idle(task: Any, lock: Options | None) -> Iterator[CheckMessage]:
@@ -51,15 +58,4 @@ def _find_idle(task: Any, lock: Options | None) -> Iterator[CheckMessage]:
             f"Celery's own, and the option does nothing.",
             'Write Celery("shop", task_cls="django_celery_safe:SafeTask") for all tasks, or '
             "@shared_task(base=SafeTask) for this one.",
-        )
-
-
-def _find_contradictions(task: Any, lock: Options) -> Iterator[CheckMessage]:
-    """Yield W005 for a message that is always skipped."""
-    if lock.unique_until == "start" and lock.on_conflict == "skip":
-        yield fault(
-            "W005",
-            f'Task {task.name} has unique_until="start" and on_conflict="skip": a message that is '
-            f"sent during a run finds the run's lock held when its turn comes, and is skipped.",
-            'Set on_conflict="retry", or unique_until="end" if one run does it for all.',
         )
