@@ -61,45 +61,6 @@ class Card(NamedTuple):
     note: StrOrPromise = ""
 
 
-class Bars:
-    """
-    The rows that succeeded, or that failed, by the hour in which they ended, latest last.
-
-    Attributes:
-        counted: How many of the latest hours are counted completely; the others are left out.
-        total: How many rows ended in these hours.
-    """
-
-    def __init__(self, level: Level) -> None:
-        self.level, self.counted = level, HOURS
-        self._hours = [0] * HOURS
-
-    def add(self, rows: Any) -> int:
-        """Count rows, latest end first; one query."""
-        ended = rows.filter(ended_at__gte=Now() - HOURS * HOUR).order_by("-ended_at")
-        moments = ended.values_list(Now(), "ended_at")[: figures.MOST + 1]
-        # If a clock was set back, a row may have ended in the future.
-        ages = [max(0, (now - ended_at) // HOUR) for now, ended_at in moments]
-        for age in ages:
-            self._hours[max(0, HOURS - 1 - age)] += 1
-        if len(ages) > figures.MOST:
-            self.counted = min(self.counted, ages[-1])
-        return min(len(ages), figures.MOST)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield the position and the number of each hour that is counted completely."""
-        return iter(list(enumerate(self._hours))[HOURS - self.counted :])
-
-    @property
-    def total(self) -> int:
-        return sum(number for _, number in self)
-
-    @property
-    def most(self) -> int:
-        """The most in an hour."""
-        return max((number for _, number in self), default=0)
-
-
 def make_overview(app_list: list[dict[str, Any]]) -> dict[str, Any]:
     """
     Return what the page shows: eight queries and a list of the locks, each with a limit.
@@ -108,21 +69,33 @@ def make_overview(app_list: list[dict[str, Any]]) -> dict[str, Any]:
         app_list: Django's list of the models that the user may see on this site.
     """
     urls = {model["model"]: model["admin_url"] for app in app_list for model in app["models"]}
-    done, failed = Bars(Level.GOOD), Bars(Level.BAD)
+    # How many rows ended well, and how many failed, in each of the last hours, oldest first.
+    charts = {level: [0] * HOURS for level in (Level.GOOD, Level.BAD)}
     cards: list[Card] = []
     faults: list[str] = []
     for model, ask in {OutboxMessage: _outbox, Lock: _locks, StageRun: _runs}.items():
         try:
-            cards += list(ask(urls[model], done, failed)) if model in urls else []
+            cards += list(ask(urls[model], charts)) if model in urls else []
         except (DatabaseError, CelerySafeError) as error:
             name = capfirst(str(model._meta.verbose_name_plural))
             faults.append(f"{name}: {describe_error(error)}")
             cards.append(Card(name, "?", urls[model], Level.UNKNOWN))
-    charts = [done, failed] if {OutboxMessage, StageRun} & urls.keys() else []
-    return {"cards": cards, "charts": charts, "faults": faults}
+    shown = charts if {OutboxMessage, StageRun} & urls.keys() else {}
+    bars = [(level, hours, figures.shown(sum(hours)), max(hours)) for level, hours in shown.items()]
+    return {"cards": cards, "charts": bars, "faults": faults}
 
 
-def _outbox(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
+def count_hours(rows: Any, hours: list[int]) -> int:
+    """Count rows in the hours in which they ended, oldest hour first; one query with a limit."""
+    ended = rows.filter(ended_at__gte=Now() - HOURS * HOUR).order_by("-ended_at")
+    moments = list(ended.values_list(Now(), "ended_at")[: figures.MOST])
+    for now, ended_at in moments:
+        # If a clock was set back, a row may have ended in the future.
+        hours[-1 - min(max(0, (now - ended_at) // HOUR), HOURS - 1)] += 1
+    return len(moments)
+
+
+def _outbox(url: str, charts: dict[Level, list[int]]) -> Iterator[Card]:
     messages = OutboxMessage.objects.using(router.db_for_write(OutboxMessage))
     outbox = figures.outbox_figures(messages.db)
     if relay := outbox.relay:
@@ -139,20 +112,20 @@ def _outbox(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
     yield Card(_("Pending"), pending, f"{url}?state=pending", level, lag)
     yield _zero(_("Failed"), outbox.counts["failed"], f"{url}?state=failed")
     yield _zero(_("Dead"), outbox.counts["dead"], f"{url}?state=dead")
-    done.add(messages.done())
-    failed.add(messages.failed())
+    count_hours(messages.done(), charts[Level.GOOD])
+    count_hours(messages.failed(), charts[Level.BAD])
 
 
-def _locks(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
+def _locks(url: str, charts: dict[Level, list[int]]) -> Iterator[Card]:
     held, overdue = figures.lock_figures()
     note = _("of %(number)s held") % {"number": figures.shown(sum(held.values()))}
     yield _zero(_("Locks overdue"), overdue, url, note)
 
 
-def _runs(url: str, done: Bars, failed: Bars) -> Iterator[Card]:
+def _runs(url: str, charts: dict[Level, list[int]]) -> Iterator[Card]:
     runs = StageRun.objects.using(router.db_for_write(StageRun))
-    done.add(runs.filter(status=Status.SUCCEEDED))
-    failures = failed.add(runs.filter(status=Status.FAILED))
+    count_hours(runs.filter(status=Status.SUCCEEDED), charts[Level.GOOD])
+    failures = count_hours(runs.filter(status=Status.FAILED), charts[Level.BAD])
     url = f"{url}?status__exact=failed"
     yield _zero(_("Runs failed"), failures, url, _("in the last 24 hours"))
 
