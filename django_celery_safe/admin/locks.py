@@ -10,6 +10,7 @@ from typing import Any, Final
 from django.contrib import admin
 from django.contrib.admin.utils import quote
 from django.core.paginator import Paginator
+from django.db import connections
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.translation import gettext, pgettext_lazy
@@ -24,13 +25,6 @@ from .pages import MOST_COUNTED, ReadOnlyAdmin, columns, permission, row_action
 
 #: HTTP status of a page whose store did not answer.
 NOT_AVAILABLE: Final = 503
-
-
-class _AllDatabases(frozenset[str]):
-    """The aliases of all databases, those included that a project adds later."""
-
-    def __contains__(self, alias: object) -> bool:
-        return True
 
 
 class HeldLocks(list[Any]):
@@ -79,7 +73,7 @@ class LockAdmin(ReadOnlyAdmin):
                 return self.page(request, "error", title, {"error": error}, status)
 
         # Locks in a database can't be queried inside a transaction, even with ATOMIC_REQUESTS.
-        answer._non_atomic_requests = _AllDatabases()  # type: ignore[attr-defined]
+        answer._non_atomic_requests = connections  # type: ignore[attr-defined]
         return answer
 
     def get_queryset(self, request: HttpRequest) -> Any:

@@ -109,9 +109,9 @@ def _outbox(url: str, charts: dict[Level, list[int]]) -> Iterator[Card]:
     level = _level(outbox.lag_s, SLOW, STUCK)
     lag = _("due for %(time)s") % {"time": duration(outbox.lag_s)} if outbox.lag_s else ""
     pending = figures.shown(outbox.counts["pending"])
-    yield Card(_("Pending"), pending, f"{url}?state=pending", level, lag)
-    yield _zero(_("Failed"), outbox.counts["failed"], f"{url}?state=failed")
-    yield _zero(_("Dead"), outbox.counts["dead"], f"{url}?state=dead")
+    yield Card(_("Pending"), pending, f"{url}?state__exact=pending", level, lag)
+    yield _zero(_("Failed"), outbox.counts["failed"], f"{url}?state__exact=failed")
+    yield _zero(_("Dead"), outbox.counts["dead"], f"{url}?state__exact=dead")
     count_hours(messages.done(), charts[Level.GOOD])
     count_hours(messages.failed(), charts[Level.BAD])
 

@@ -40,6 +40,8 @@ MOST_COUNTED: Final = 10_000
 #: Number of refused rows whose reason is shown, and characters of a text in a column.
 MOST_REASONS: Final = 10
 LONGEST_TEXT: Final = 200
+#: The filters that a URL may have: others could reveal a value that is not shown.
+LOOKUPS: Final = ("state__exact", "status__exact", "run__exact")
 #: The levels of states, for ``badge``; all others are quiet.
 LEVELS: Final = {"done": "good", "succeeded": "good", "failed": "bad", "dead": "bad"}
 #: The headings of attributes that are no columns of a table.
@@ -179,10 +181,6 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg] # not generic at ru
 class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run time
     """Shows rows and the actions on them; all else is read-only."""
 
-    #: The filters that a URL may have: others could reveal a value that is not shown.
-    lookups: ClassVar[tuple[str, ...]] = ()
-    #: The states in which a row's page offers an action; none: in each state.
-    offered: ClassVar[dict[str, tuple[str, ...]]] = {}
     change_form_template = "admin/django_celery_safe/change_form.html"
     paginator: ClassVar[Any] = BoundedPaginator
     list_per_page = 100
@@ -208,18 +206,14 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return rows.listed()
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        return lookup in self.lookups
+        return lookup in LOOKUPS
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **options: Any
     ) -> HttpResponse:
-        """Show a row with a button for each action that the user may take in its state."""
-        row = context["original"]
-        state = getattr(row, "state", "") or getattr(row, "status", "")
+        """Show a row with a button for each action that the user may take."""
         context["buttons"] = [
-            (name, getattr(self, name).short_description)
-            for name in self.get_actions(request)
-            if state in self.offered.get(name, [state])
+            (name, getattr(self, name).short_description) for name in self.get_actions(request)
         ]
         return super().render_change_form(request, context, *args, **options)
 
