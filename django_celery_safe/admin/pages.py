@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin import ModelAdmin, ShowFacets
-from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.utils import label_for_field, lookup_field
 from django.core.paginator import Paginator
 from django.db import router, transaction
@@ -111,7 +110,7 @@ def permission(name: str) -> Callable[[ReadOnlyAdmin, HttpRequest], bool]:
 
 
 def row_action(
-    label: Text, done: Text, *, refused: Text = "", ask: Text = "", flag: int = CHANGE
+    label: Text, done: Text, *, refused: Text = "", ask: Text = ""
 ) -> Callable[[Any], Any]:
     """
     Make an admin action, with a permission of its own, of a method that acts on one row.
@@ -123,7 +122,6 @@ def row_action(
         done: What was done, for the log and the user.
         refused: Why it returned a false value.
         ask: The consequences: there is a confirmation page first.
-        flag: The kind of the log entry.
     """
 
     def decorate(act: Callable[[Any, Any], object]) -> Any:
@@ -134,7 +132,6 @@ def row_action(
             if ask and rows and "confirmed" not in request.POST:
                 return page.confirm(request, act.__name__, ask, rows)
             versions = request.POST.get("versions", "").split()
-            user: Any = request.user  # the project's own user model
             faults: list[str] = []
             count = 0
             for row in rows:
@@ -144,9 +141,7 @@ def row_action(
                     with transaction.atomic(using=database) if database else nullcontext():
                         if (versions and _version_of(row) not in versions) or not act(page, row):
                             raise CelerySafeError(str(refused))
-                        LogEntry.objects.log_actions(
-                            user.pk, [row], flag, change_message=about, single_object=True
-                        )
+                        page.log_change(request, row, about)
                     count += 1
                 except CelerySafeError as error:
                     faults.append(f"{page.opts.verbose_name} {row}: {error}")

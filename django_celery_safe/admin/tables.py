@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin.models import DELETION
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -53,7 +52,6 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
         _("Discarded"),
         refused=_("it was sent meanwhile, or runs now"),
         ask=_("These messages are deleted, and their tasks never run. This can't be undone."),
-        flag=DELETION,
     )
     def discard(self, row: Any) -> int:
         """Delete a message, so that its task never runs."""
@@ -100,7 +98,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         _("Forgotten"),
         refused=_("it is gone, or is being worked on: wait until that ends"),
         ask=_("The work of these records is done again when it is asked for the next time."),
-        flag=DELETION,
     )
     def forget(self, row: Any) -> int:
         """Delete a record, so that its work is done again; not while it is being done."""
