@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from ..models.idempotency import IdempotencyRecord
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun, StageStep
-from .pages import LEVELS, ReadOnlyAdmin, badge, columns, permission, row_action
+from .pages import LEVELS, ReadOnlyAdmin, badge, columns, row_action
 
 
 @admin.register(OutboxMessage)
@@ -35,8 +35,6 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")
-    has_retry_permission = permission("retry")
-    has_discard_permission = permission("discard")
 
     @row_action(
         pgettext_lazy("action", "Retry"),
@@ -78,7 +76,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         *("claims", "result", "error"),
     )
     actions = ("forget",)
-    has_forget_permission = permission("forget")
 
     @admin.display(description=_("state"), ordering="state")
     def shown(self, row: Any) -> SafeString:
@@ -124,8 +121,6 @@ class StageRunAdmin(ReadOnlyAdmin):
         *columns(StageRun, "reason", "shown_params", longest=None),
     )
     actions = ("resume", "abort")
-    has_resume_permission = permission("resume")
-    has_abort_permission = permission("abort")
 
     @admin.display(description=_("about"))
     def about(self, row: Any) -> str:
