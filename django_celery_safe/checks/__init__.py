@@ -22,11 +22,10 @@ from ..exceptions import ConfigurationError
 from ..inspection.lock_store import PREFIX
 from ..locks.stores.local import set_pool_processes
 from ..texts import get_logger
-from .broker import check_broker, check_lost_tasks, check_redelivery
 from .databases import check_database_servers, check_databases
 from .project import Project, load_project
 from .settings import check_lock_place, check_lock_server, check_settings
-from .tasks import check_options
+from .tasks import check_broker, check_lost_tasks, check_options, check_redelivery
 
 logger = get_logger(__name__)
 
