@@ -72,17 +72,15 @@ def make_overview(app_list: list[dict[str, Any]]) -> dict[str, Any]:
     # How many rows ended well, and how many failed, in each of the last hours, oldest first.
     charts = {level: [0] * HOURS for level in (Level.GOOD, Level.BAD)}
     cards: list[Card] = []
-    faults: list[str] = []
     for model, ask in {OutboxMessage: _outbox, Lock: _locks, StageRun: _runs}.items():
         try:
             cards += list(ask(urls[model], charts)) if model in urls else []
         except (DatabaseError, CelerySafeError) as error:
             name = capfirst(str(model._meta.verbose_name_plural))
-            faults.append(f"{name}: {describe_error(error)}")
-            cards.append(Card(name, "?", urls[model], Level.UNKNOWN))
+            cards.append(Card(name, "?", urls[model], Level.UNKNOWN, describe_error(error)))
     shown = charts if {OutboxMessage, StageRun} & urls.keys() else {}
     bars = [(level, hours, figures.shown(sum(hours)), max(hours)) for level, hours in shown.items()]
-    return {"cards": cards, "charts": bars, "faults": faults}
+    return {"cards": cards, "charts": bars}
 
 
 def count_hours(rows: Any, hours: list[int]) -> int:

@@ -61,7 +61,10 @@ def _run(project: Project, *ways: Callable[[Project], Iterable[CheckMessage]]) -
 
 
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
-    set_pool_processes(_count_processes(instance))
+    # max_concurrency is the maximum of --autoscale.
+    counts = (instance.concurrency, getattr(instance, "max_concurrency", None), 1)
+    is_prefork = "prefork" in instance.pool_cls.__module__
+    set_pool_processes(max(filter(None, counts)) if is_prefork else 1)
 
 
 def _on_worker_ready(**kwargs: Any) -> None:
@@ -79,12 +82,3 @@ def _log_messages() -> None:
                 )
     finally:
         connections.close_all()  # this thread's
-
-
-def _count_processes(worker: Any) -> int:
-    """Return the maximum number of processes that run this worker's tasks."""
-    pool = worker.pool_cls
-    if "prefork" not in (pool if isinstance(pool, str) else pool.__module__):
-        return 1
-    # max_concurrency is the maximum of --autoscale.
-    return max(int(worker.concurrency or 1), int(getattr(worker, "max_concurrency", None) or 1))
