@@ -8,11 +8,10 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe.admin import overview
-from django_celery_safe.admin.overview import HOURS, count_hours
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.stages import Status
+from django_celery_safe.templatetags.celery_safe_admin import HOURS, count_hours, figures
 from tests.admin import rows
 from tests.admin.pages import Page, Visitor, make_visitor, text_of
 from tests.admin.rows import HOLDER, hold
@@ -129,7 +128,7 @@ def test_hours(
     whole = [0] * HOURS
     assert count_hours(done, whole) == 4
     assert [each for each in enumerate(whole) if each[1]] == [(0, 1), (20, 1), (23, 2)]
-    monkeypatch.setattr(overview.figures, "MOST", 2)
+    monkeypatch.setattr(figures, "MOST", 2)
     latest = [0] * HOURS
     assert (count_hours(done, latest), latest[-1], sum(latest)) == (2, 2, 2)
 
@@ -169,7 +168,7 @@ def test_queries(root: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     if connection.vendor == "postgresql":
         cursor.execute("ANALYZE")
         cursor.execute("SET enable_seqscan = off")  # the tables of a test are too small
-    monkeypatch.setattr(overview.figures, "MOST", 10)  # there are more rows
+    monkeypatch.setattr(figures, "MOST", 10)  # there are more rows
     with CaptureQueriesContext(connection) as queries:
         root.get(FIRST)
     ours = [each["sql"] for each in queries if "django_celery_safe_" in each["sql"]]
