@@ -10,6 +10,7 @@ from typing import Any, Final
 from django.contrib import admin
 from django.contrib.admin.utils import quote
 from django.core.paginator import Paginator
+from django.db import connections
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.translation import gettext, pgettext_lazy
@@ -20,17 +21,10 @@ from ..leases.holder import HeldLock
 from ..locks import find_lock, iter_locks, release_lock
 from ..models.locks import Lock
 from ..texts import printable
-from .pages import MOST_COUNTED, ReadOnlyAdmin, columns, permission, row_action
+from .pages import MOST_COUNTED, ReadOnlyAdmin, columns, row_action
 
 #: HTTP status of a page whose store did not answer.
 NOT_AVAILABLE: Final = 503
-
-
-class _AllDatabases(frozenset[str]):
-    """The aliases of all databases, those included that a project adds later."""
-
-    def __contains__(self, alias: object) -> bool:
-        return True
 
 
 class HeldLocks(list[Any]):
@@ -58,7 +52,6 @@ class LockAdmin(ReadOnlyAdmin):
     search_help_text = _("The beginning of a lock's name.")
     fields = readonly_fields = ("name", *list_display[1:], *columns(Lock, "held.holder.task_id"))
     actions = ("release",)
-    has_release_permission = permission("release")
 
     def get_urls(self) -> list[Any]:
         urls: list[Any] = super().get_urls()
@@ -79,7 +72,7 @@ class LockAdmin(ReadOnlyAdmin):
                 return self.page(request, "error", title, {"error": error}, status)
 
         # Locks in a database can't be queried inside a transaction, even with ATOMIC_REQUESTS.
-        answer._non_atomic_requests = _AllDatabases()  # type: ignore[attr-defined]
+        answer._non_atomic_requests = connections  # type: ignore[attr-defined]
         return answer
 
     def get_queryset(self, request: HttpRequest) -> Any:

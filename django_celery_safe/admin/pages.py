@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin import ModelAdmin, ShowFacets
-from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.utils import label_for_field, lookup_field
 from django.core.paginator import Paginator
 from django.db import router, transaction
@@ -40,6 +39,8 @@ MOST_COUNTED: Final = 10_000
 #: Number of refused rows whose reason is shown, and characters of a text in a column.
 MOST_REASONS: Final = 10
 LONGEST_TEXT: Final = 200
+#: The filters that a URL may have: others could reveal a value that is not shown.
+LOOKUPS: Final = ("state__exact", "status__exact", "run__exact")
 #: The levels of states, for ``badge``; all others are quiet.
 LEVELS: Final = {"done": "good", "succeeded": "good", "failed": "bad", "dead": "bad"}
 #: The headings of attributes that are no columns of a table.
@@ -98,21 +99,11 @@ def badge(level: str, text: Text) -> SafeString:
     return format_html('<span class="safe-state safe-{}">{}</span>', level, text)
 
 
-def permission(name: str) -> Callable[[ReadOnlyAdmin, HttpRequest], bool]:
-    """Return the method ``has_…_permission`` that ``@admin.action(permissions=…)`` needs."""
-
-    def has_permission(page: ReadOnlyAdmin, request: HttpRequest) -> bool:
-        codename = f"{page.opts.app_label}.{name}_{page.opts.model_name}"
-        return bool(request.user.has_perm(codename))
-
-    return has_permission
-
-
 def row_action(
-    label: Text, done: Text, *, refused: Text = "", ask: Text = "", flag: int = CHANGE
+    label: Text, done: Text, *, refused: Text = "", ask: Text = ""
 ) -> Callable[[Any], Any]:
     """
-    Make an admin action, with a permission of its own, of a method that acts on one row.
+    Make an admin action of a method that acts on one row.
 
     The method returns a false value, or raises one of our errors, if it can't.
 
@@ -121,18 +112,16 @@ def row_action(
         done: What was done, for the log and the user.
         refused: Why it returned a false value.
         ask: The consequences: there is a confirmation page first.
-        flag: The kind of the log entry.
     """
 
     def decorate(act: Callable[[Any, Any], object]) -> Any:
-        @admin.action(permissions=[act.__name__], description=label)
+        @admin.action(description=label)
         @wraps(act)
         def run(page: ReadOnlyAdmin, request: HttpRequest, queryset: Any) -> HttpResponse | None:
             rows = list(queryset[:MOST_ROWS])
             if ask and rows and "confirmed" not in request.POST:
                 return page.confirm(request, act.__name__, ask, rows)
             versions = request.POST.get("versions", "").split()
-            user: Any = request.user  # the project's own user model
             faults: list[str] = []
             count = 0
             for row in rows:
@@ -142,9 +131,7 @@ def row_action(
                     with transaction.atomic(using=database) if database else nullcontext():
                         if (versions and _version_of(row) not in versions) or not act(page, row):
                             raise CelerySafeError(str(refused))
-                        LogEntry.objects.log_actions(
-                            user.pk, [row], flag, change_message=about, single_object=True
-                        )
+                        page.log_change(request, row, about)
                     count += 1
                 except CelerySafeError as error:
                     faults.append(f"{page.opts.verbose_name} {row}: {error}")
@@ -179,10 +166,6 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg] # not generic at ru
 class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run time
     """Shows rows and the actions on them; all else is read-only."""
 
-    #: The filters that a URL may have: others could reveal a value that is not shown.
-    lookups: ClassVar[tuple[str, ...]] = ()
-    #: The states in which a row's page offers an action; none: in each state.
-    offered: ClassVar[dict[str, tuple[str, ...]]] = {}
     change_form_template = "admin/django_celery_safe/change_form.html"
     paginator: ClassVar[Any] = BoundedPaginator
     list_per_page = 100
@@ -207,19 +190,24 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         rows: Any = self.model._default_manager.using(router.db_for_write(self.model))
         return rows.listed()
 
+    def get_actions(self, request: HttpRequest) -> dict[str, Any]:
+        """Leave out each of our actions for which the user lacks the permission of its name."""
+        label, model = self.opts.app_label, self.opts.model_name
+        return {
+            name: action
+            for name, action in super().get_actions(request).items()
+            if name not in (self.actions or ()) or request.user.has_perm(f"{label}.{name}_{model}")
+        }
+
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        return lookup in self.lookups
+        return lookup in LOOKUPS
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **options: Any
     ) -> HttpResponse:
-        """Show a row with a button for each action that the user may take in its state."""
-        row = context["original"]
-        state = getattr(row, "state", "") or getattr(row, "status", "")
+        """Show a row with a button for each action that the user may take."""
         context["buttons"] = [
-            (name, getattr(self, name).short_description)
-            for name in self.get_actions(request)
-            if state in self.offered.get(name, [state])
+            (name, getattr(self, name).short_description) for name in self.get_actions(request)
         ]
         return super().render_change_form(request, context, *args, **options)
 

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin import SimpleListFilter
-from django.contrib.admin.models import DELETION
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -17,21 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from ..models.idempotency import IdempotencyRecord
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun, StageStep
-from .pages import LEVELS, ReadOnlyAdmin, badge, columns, permission, row_action
-
-
-class StateFilter(SimpleListFilter):
-    """Filters messages by their state, with the condition of its index."""
-
-    title = _("state")
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return list(OutboxMessage.State.choices)
-
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        state = self.value()
-        return queryset.in_state(state) if state in OutboxMessage.State.values else queryset
+from .pages import LEVELS, ReadOnlyAdmin, badge, columns, row_action
 
 
 @admin.register(OutboxMessage)
@@ -40,8 +24,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
 
     search_help_text = _("The beginning of a task's name, or a whole task ID.")
     list_display = ("task", *columns(OutboxMessage, "state", "age_s", "reason"))
-    list_filter = (StateFilter,)
-    lookups = (StateFilter.parameter_name,)
+    list_filter = ("state",)
     search_fields = ("^task", "=task_id")
     ordering = ("pk",)
     fields = readonly_fields = (
@@ -52,8 +35,6 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")
-    has_retry_permission = permission("retry")
-    has_discard_permission = permission("discard")
 
     @row_action(
         pgettext_lazy("action", "Retry"),
@@ -69,7 +50,6 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
         _("Discarded"),
         refused=_("it was sent meanwhile, or runs now"),
         ask=_("These messages are deleted, and their tasks never run. This can't be undone."),
-        flag=DELETION,
     )
     def discard(self, row: Any) -> int:
         """Delete a message, so that its task never runs."""
@@ -87,7 +67,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         *columns(IdempotencyRecord, "claim.holder.task", "age_s", "expires_at"),
     )
     list_filter = ("state",)
-    lookups = ("state__exact",)
     search_fields = ("holder",)
     ordering = ("-claimed_at",)
     fields = readonly_fields = (
@@ -97,7 +76,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         *("claims", "result", "error"),
     )
     actions = ("forget",)
-    has_forget_permission = permission("forget")
 
     @admin.display(description=_("state"), ordering="state")
     def shown(self, row: Any) -> SafeString:
@@ -117,7 +95,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         _("Forgotten"),
         refused=_("it is gone, or is being worked on: wait until that ends"),
         ask=_("The work of these records is done again when it is asked for the next time."),
-        flag=DELETION,
     )
     def forget(self, row: Any) -> int:
         """Delete a record, so that its work is done again; not while it is being done."""
@@ -125,15 +102,8 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         return records.filter(pk=row.pk, token=row.token).idle().forget()
 
 
-class StagesAdmin(ReadOnlyAdmin):
-    """What the pages of runs and of steps share."""
-
-    list_filter = ("status",)
-    lookups = ("status__exact", "run__exact")
-
-
 @admin.register(StageRun)
-class StageRunAdmin(StagesAdmin):
+class StageRunAdmin(ReadOnlyAdmin):
     """The runs of stages and their progress."""
 
     change_form_template = "admin/django_celery_safe/stagerun/change_form.html"
@@ -142,6 +112,7 @@ class StageRunAdmin(StagesAdmin):
         *("__str__", "progress"),
         *columns(StageRun, "status", "age_s", "duration_s", "reason"),
     )
+    list_filter = ("status",)
     search_fields = ("name", "key")
     ordering = ("-pk",)
     fields = readonly_fields = (
@@ -150,9 +121,6 @@ class StageRunAdmin(StagesAdmin):
         *columns(StageRun, "reason", "shown_params", longest=None),
     )
     actions = ("resume", "abort")
-    has_resume_permission = permission("resume")
-    has_abort_permission = permission("abort")
-    offered = {"resume": ("failed", "aborted"), "abort": ("waiting", "running")}
 
     @admin.display(description=_("about"))
     def about(self, row: Any) -> str:
@@ -187,7 +155,7 @@ class StageRunAdmin(StagesAdmin):
 
 
 @admin.register(StageStep)
-class StageStepAdmin(StagesAdmin):
+class StageStepAdmin(ReadOnlyAdmin):
     """The steps of runs; a run's page links to its steps."""
 
     search_help_text = _("A whole task ID, or a part of a task's or run's name, or of a run's key.")
@@ -196,6 +164,7 @@ class StageStepAdmin(StagesAdmin):
         *columns(StageStep, "status", "reason", "shown_arguments"),
     )
     list_select_related = ("run",)
+    list_filter = ("status",)
     search_fields = ("=task_id", "task", "run__name", "run__key")
     ordering = ("-run", "stage", "position")
     fields = readonly_fields = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from celery import signals
 from django.core import checks
@@ -22,31 +22,12 @@ from ..exceptions import ConfigurationError
 from ..inspection.lock_store import PREFIX
 from ..locks.stores.local import set_pool_processes
 from ..texts import get_logger
-from .broker import check_broker, check_lost_tasks, check_redelivery
 from .databases import check_database_servers, check_databases
 from .project import Project, load_project
 from .settings import check_lock_place, check_lock_server, check_settings
-from .tasks import check_options
+from .tasks import check_broker, check_lost_tasks, check_options, check_redelivery
 
 logger = get_logger(__name__)
-
-Check = Callable[[Project], Iterable[CheckMessage]]
-
-#: Checks that read settings and tasks, and query no server.
-ALWAYS: Final[tuple[Check, ...]] = (
-    check_settings,
-    check_lock_place,
-    check_databases,
-    check_options,
-    check_lost_tasks,
-)
-#: Checks that are of no use on a laptop, or query a server.
-DEPLOYED: Final[tuple[Check, ...]] = (
-    check_broker,
-    check_redelivery,
-    check_lock_server,
-    check_database_servers,
-)
 
 
 def connect() -> None:
@@ -59,17 +40,19 @@ def connect() -> None:
 
 
 def check_all(**kwargs: Any) -> list[CheckMessage]:
-    """Return the messages of the checks that query no server."""
+    """Return the messages of the checks that read settings and tasks, and query no server."""
     project = load_project()
-    return [*project.faults, *_run(ALWAYS, project)]
+    ways = (check_settings, check_lock_place, check_databases, check_options, check_lost_tasks)
+    return [*project.faults, *_run(project, *ways)]
 
 
 def check_deployment(**kwargs: Any) -> list[CheckMessage]:
-    """Return the messages about a deployment: its broker, lock store, databases and relays."""
-    return _run(DEPLOYED, load_project())
+    """Return the messages that are of no use on a laptop, or query a server."""
+    ways = (check_broker, check_redelivery, check_lock_server, check_database_servers)
+    return _run(load_project(), *ways)
 
 
-def _run(ways: Iterable[Check], project: Project) -> list[CheckMessage]:
+def _run(project: Project, *ways: Callable[[Project], Iterable[CheckMessage]]) -> list[Any]:
     found: list[CheckMessage] = []
     for check in ways:
         with suppress(ConfigurationError):  # a setting is not valid, which E001 reports
@@ -78,7 +61,10 @@ def _run(ways: Iterable[Check], project: Project) -> list[CheckMessage]:
 
 
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
-    set_pool_processes(_count_processes(instance))
+    # max_concurrency is the maximum of --autoscale.
+    counts = (instance.concurrency, getattr(instance, "max_concurrency", None), 1)
+    is_prefork = "prefork" in instance.pool_cls.__module__
+    set_pool_processes(max(filter(None, counts)) if is_prefork else 1)
 
 
 def _on_worker_ready(**kwargs: Any) -> None:
@@ -96,12 +82,3 @@ def _log_messages() -> None:
                 )
     finally:
         connections.close_all()  # this thread's
-
-
-def _count_processes(worker: Any) -> int:
-    """Return the maximum number of processes that run this worker's tasks."""
-    pool = worker.pool_cls
-    if "prefork" not in (pool if isinstance(pool, str) else pool.__module__):
-        return 1
-    # max_concurrency is the maximum of --autoscale.
-    return max(int(worker.concurrency or 1), int(getattr(worker, "max_concurrency", None) or 1))

@@ -10,16 +10,16 @@ from django.apps import apps
 from django.conf import settings
 from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, Error, connections, router
+from django.utils.connection import ConnectionDoesNotExist
 
 from .. import conf
-from ..databases import find_unfit, is_tested, read_moment, refuse_untested
+from ..databases import find_unfit, read_moment, refuse_untested
 from ..delivery.call import layers
 from ..exceptions import ConfigurationError
 from ..idempotency import Idempotent, IdempotentMixin
 from ..inspection.lock_store import fault
 from ..sending.outbox import outbox_aliases
 from ..texts import describe_error
-from ..transactions import lacks_table
 from .project import RELAY_TASK, Project, count
 
 #: How long a relay may be unseen without a warning, s.
@@ -40,27 +40,34 @@ def check_databases(project: Project) -> Iterator[CheckMessage]:
                 '"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;".',
             )
     for alias, user in _find_users(project).items():
-        if alias not in connections.settings:
-            text = f"DATABASES has no {alias!r}, but {user} would keep rows there."
-            known = ", ".join(map(repr, connections.settings))
-            yield fault("E002", text, f"Use an alias that exists: {known}.")
-            continue
         try:
             refuse_untested(alias, f"keep the rows of {user}")
-        except ConfigurationError as error:
-            yield fault("E002", str(error), "Write a database router that names such an alias.")
+        except (ConfigurationError, ConnectionDoesNotExist) as error:
+            hint = f"Name another alias for the rows of {user}: {', '.join(connections)}."
+            yield fault("E002", str(error), hint)
 
 
 def check_database_servers(project: Project) -> Iterator[CheckMessage]:
     """E002: no transactions. E003: tables are missing. W009: no relay. W010: no answer."""
+    from ..models.stages import StageRun  # needs the app registry
+
     used = [*_find_users(project), conf.get("LOCK_DATABASE")]
     for alias in connections.settings:
         if alias in used:
             with suppress(Error):  # other checks report that it does not answer
                 yield from _find_unfit(alias)
-    aliases, missing = _find_outboxes(project)
-    yield from missing
-    for alias in () if project.beat_relays() else dict.fromkeys(aliases):
+    users = list(dict.fromkeys([*project.senders, *project.steps]))
+    outboxes, runs = outbox_aliases() if users else [], router.db_for_write(StageRun)
+    if users and not outboxes:
+        text = f"{count(users, 'needs', 'need')} the outbox, and no database has its table."
+        yield fault("E003", text, "Run manage.py migrate.")
+    elif project.steps and runs not in outboxes:
+        text = f"{count(project.steps, 'is a step', 'are steps')} of stages, and {runs!r}, the "
+        hint = f"Run manage.py migrate --database={runs}."
+        yield fault("E003", f"{text}database of their runs, lacks its tables.", hint)
+    # The database for locks also has the table, but it stays empty.
+    aliases = [alias for alias in outboxes if alias != conf.get("LOCK_DATABASE")] or outboxes
+    for alias in () if project.beat_relays() else aliases:
         try:
             absent = _find_absence(alias)
         except Exception as error:  # noqa: BLE001 - whatever a database or its driver raises
@@ -69,7 +76,6 @@ def check_database_servers(project: Project) -> Iterator[CheckMessage]:
             yield fault("W010", f"{text} ({describe_error(error)}).", hint)
             continue
         if absent:
-            users = list(dict.fromkeys([*project.senders, *project.steps]))
             yield fault(
                 "W009",
                 f"{count(users, 'needs', 'need')} a relay, but none has been seen in {alias!r} "
@@ -87,30 +93,6 @@ def _find_unfit(alias: str) -> Iterator[CheckMessage]:
         if unfit := find_unfit(alias, table):
             yield fault("E002", f'DATABASES["{alias}"] can\'t be used: {unfit[0]}.', unfit[1])
             return
-
-
-def _find_outboxes(project: Project) -> tuple[list[str], list[CheckMessage]]:
-    """Return the databases that need a relay, and E003 for tables that are missing."""
-    from ..models.stages import StageRun
-
-    aliases, missing = [], []
-    if senders := project.senders:
-        outboxes = outbox_aliases()
-        # The database for locks also has the table, but it stays empty.
-        used = [alias for alias in outboxes if alias != conf.get("LOCK_DATABASE")]
-        aliases += used or outboxes
-        if not outboxes:
-            text = f"{count(senders, 'is', 'are')} sent through the outbox, and no database has "
-            missing.append(fault("E003", f"{text}its table.", "Run manage.py migrate."))
-    runs = router.db_for_write(StageRun)
-    if (steps := project.steps) and runs in connections.settings and is_tested(runs):
-        if lacks_table(runs, "StageRun", "StageStep", "OutboxMessage"):
-            text = f"{count(steps, 'is a step', 'are steps')} of stages, and {runs!r}, the "
-            hint = f"Run manage.py migrate --database={runs}."
-            missing.append(fault("E003", f"{text}database of their runs, lacks its tables.", hint))
-        else:
-            aliases.append(runs)
-    return aliases, missing
 
 
 def _find_absence(alias: str) -> str | None:

@@ -9,7 +9,6 @@ from django.core.checks import CheckMessage
 from django.utils.module_loading import autodiscover_modules
 
 from ..delivery.call import layers, load_tasks
-from ..delivery.copies import visibility_timeout
 from ..idempotency import Idempotent
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
@@ -21,8 +20,6 @@ from ..texts import describe_error
 RELAY_TASK: Final = "django_celery_safe.tasks.relay_outbox"
 #: Name prefixes of the tasks that come with Celery, such as chain, and with this package.
 SHIPPED: Final = ("celery.", "django_celery_safe.")
-#: Transports that redeliver a message if it is not acknowledged within the visibility timeout.
-REDELIVERING: Final = ("redis", "sqs")
 
 
 class Project(NamedTuple):
@@ -48,13 +45,13 @@ class Project(NamedTuple):
         return [task for task in self.tasks if get_step_layer(task) is not None]
 
     @property
-    def visibility_timeout(self) -> float | None:
-        """Seconds after which the broker redelivers a message; None: there is no such timeout."""
+    def broker(self) -> tuple[str, dict[str, Any]]:
+        """The kind of the broker and the options of its transport; "": it can't be used."""
         try:
-            kind = self.app.connection_for_write().transport.driver_type
-            return visibility_timeout(self.app) if kind in REDELIVERING else None
-        except Exception:  # noqa: BLE001 - a broker that can't be used says so itself
-            return None
+            connection = self.app.connection_for_write()
+            return connection.transport.driver_type, connection.transport_options
+        except Exception:  # noqa: BLE001 - such a broker says so itself
+            return "", {}
 
     def beat_relays(self) -> bool:
         """Return whether beat starts the shipped relay."""

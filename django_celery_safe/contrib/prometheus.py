@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final, TypeAlias
-from weakref import WeakSet
 
-from django.db import connections, router
+from django.db import close_old_connections, router
 from django.dispatch import Signal
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
@@ -43,10 +42,7 @@ PREFIX: Final = "celery_safe_"
 GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "up": ("Whether the source of figures answered.", ("source", "database")),
     "outbox_messages": ("Messages in the outbox, by their state.", ("database", "state")),
-    "outbox_lag_seconds": (
-        "Time since a relay could have taken the message that is due the longest.",
-        ("database",),
-    ),
+    "outbox_lag_seconds": ("For how long the longest due message is due.", ("database",)),
     "outbox_checkpoint_age_seconds": ("Age of a running task's last checkpoint.", ("database",)),
     "relay_last_seen_timestamp_seconds": ("When a relay was seen last.", ("database",)),
     "locks_held": ("Locks that are held, by what holds them.", ("kind",)),
@@ -59,12 +55,10 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 COUNTER: Final = "events"
 LABELS: Final = ("event", "task", "relayed", "kept", "on_conflict", "status")
 
-_counting: WeakSet[CollectorRegistry] = WeakSet()
-
 
 def count_events(registry: CollectorRegistry = REGISTRY) -> None:
     """
-    Count this process's signals from now on; a second call for a registry does nothing.
+    Count this process's signals from now on; call it once.
 
     Call it in ``ready()`` of an app of the project, so that all processes count; combine those of
     a worker's children with the multiprocess mode of prometheus_client.
@@ -72,9 +66,6 @@ def count_events(registry: CollectorRegistry = REGISTRY) -> None:
     Args:
         registry: The registry of the counter.
     """
-    if registry in _counting:
-        return
-    _counting.add(registry)
     counter = Counter(PREFIX + COUNTER, "Signals that were sent.", LABELS, registry=registry)
     for name, signal in vars(signals).items():
         if isinstance(signal, Signal):
@@ -103,14 +94,12 @@ class TableCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Query every source, even if another source fails, and return the figures."""
-        families, open_before = _make_families(), _find_open()
+        families = _make_families()
         try:
             for name, value, labels in self._iter_samples():
                 families[name].add_metric(labels, value)
         finally:
-            # A metrics server uses a thread for each scrape, which would leave its connections.
-            for alias in _find_open() - open_before:
-                connections[alias].close()
+            close_old_connections()  # as at the end of a request: a metrics server has none
         return list(families.values())
 
     def _iter_samples(self) -> Iterator[Sample]:
@@ -166,9 +155,3 @@ def _make_families() -> dict[str, GaugeMetricFamily]:
         name: GaugeMetricFamily(PREFIX + name, text, labels=labels)
         for name, (text, labels) in GAUGES.items()
     }
-
-
-def _find_open() -> set[str]:
-    """Return the aliases of the databases to which this thread is connected."""
-    opened = connections.all(initialized_only=True)
-    return {each.alias for each in opened if each.connection is not None}

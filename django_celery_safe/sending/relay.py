@@ -163,8 +163,8 @@ class Relay:
         #: both by :data:`clock`.
         self._patience = conf.get("LOCK_TIMEOUT") / 2
         self._awake_at = self._judges_at = clock.now()
-        #: How many messages it has sent, and how many turns it has taken.
-        self.count = self.turns = 0
+        #: How many messages it has sent, and when its last turn began, s since the epoch.
+        self.count, self.turned_at = 0, time.time()
 
     def run(self, stop: threading.Event) -> None:
         """
@@ -175,7 +175,7 @@ class Relay:
         """
         pause = 0.0
         while not stop.is_set():
-            self.turns += 1
+            self.turned_at = time.time()
             try:
                 self.housekeeping.take_turn_if_due()
                 found = self.relay_batch()

@@ -6,7 +6,7 @@ import copy
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from celery import Celery, current_app
@@ -26,9 +26,6 @@ from ..sending.outbox import resend_delay
 from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
 from .messages import Sent, as_sent, check_task, committing, kept_from_broker
-
-#: The properties of a message that Celery's request reads.
-_PROPERTIES: Final = ("correlation_id", "reply_to", "priority")
 
 
 class Delivery(NamedTuple):
@@ -150,7 +147,7 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> Iterato
     """
     refuse_transaction("drain_outbox")
     deliveries: list[Delivery] = []
-    with kept_from_broker(get_app(), outbox_too=True) as sent:
+    with kept_from_broker(current_app, outbox_too=True) as sent:
         with committing():
             yield deliveries
         while (found := take(message_table(using).all())) is not None:
@@ -194,7 +191,7 @@ def deliver(app: Celery, message: Sent, sent: list[Sent], *, redelivered: bool =
         content_encoding=message.content_encoding,
         # A copy, so a run that changes its request does not change the message.
         headers=copy.deepcopy(dict(message.headers)),
-        properties={name: properties.get(name) for name in _PROPERTIES},
+        properties=properties,
         delivery_info={
             "exchange": getattr(properties["exchange"], "name", properties["exchange"]),
             "routing_key": properties["routing_key"],
@@ -234,9 +231,3 @@ def refuse_transaction(name: str) -> None:
             f"{name}() is called inside atomic() of {aliases[0]!r}. A worker runs a task when what "
             f"sent it was committed, outside of every transaction: call it after the block."
         )
-
-
-def get_app() -> Celery:
-    """Return the project's app, which is the current one."""
-    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
-    return app

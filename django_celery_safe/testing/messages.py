@@ -94,8 +94,7 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
     results = functools.cache(lambda app: CacheBackend(app, url="memory://"))
     send = (lambda sender, call: None) if outbox_too else _send
     with ExitStack() as stack:
-        if app.conf.task_always_eager:
-            stack.enter_context(mock.patch.dict(app.conf.changes, task_always_eager=False))
+        stack.enter_context(mock.patch.dict(app.conf.changes, task_always_eager=False))
         for owner, name, replacement in (
             (Producer, "publish", publish),
             (Celery, "backend", property(results)),

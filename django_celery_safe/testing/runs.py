@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from celery import Celery
+from celery import Celery, current_app
 from django.db import transaction
 
 from ..sending.message_table import message_table
@@ -14,7 +14,7 @@ from ..stages import engine, step_messages
 from ..stages.plan import Plan
 from ..stages.status import Status
 from ..stages.step_table import table_in
-from .deliveries import deliver, get_app, refuse_transaction, take
+from .deliveries import deliver, refuse_transaction, take
 from .messages import Sent, kept_from_broker
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run_stages(
     from ..models.stages import StageRun  # needs the app registry
 
     refuse_transaction("run_stages")
-    with kept_from_broker(get_app(), outbox_too=True) as sent:
+    with kept_from_broker(current_app, outbox_too=True) as sent:
         if not isinstance(run_or_plan, StageRun):
             run = engine.start(run_or_plan, params, **labels)
         elif params is not None or labels:

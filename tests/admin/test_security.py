@@ -124,13 +124,8 @@ def test_no_page_needs_a_weaker_policy(root: Visitor) -> None:
         assert set(page.values(fields, "id")) <= set(page.values("label", "for"))
 
 
-def test_no_url_reads_or_calls_more(root: Visitor) -> None:
-    """A URL narrows a list only by what it shows, and a state that is none calls no method."""
-    rows.leave_dead()
-    before = list(OutboxMessage.objects.values())
-    for state in ("erase", "discard", "delete", "__str__"):
-        assert len(root.get(OUTBOX, state=state).rows) == 1
-    assert list(OutboxMessage.objects.values()) == before
+def test_no_url_reads_more(root: Visitor) -> None:
+    """A URL narrows a list only by what it shows."""
     lookups = {OUTBOX: "body", RECORDS: "result", RUNS: "params_text", STEPS: "run__params_text"}
     for url, column in lookups.items():
         assert root.get(url, **{f"{column}__contains": "a"}).status == 400

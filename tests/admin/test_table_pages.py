@@ -47,7 +47,7 @@ def test_messages(root: Visitor) -> None:
     assert "no route to host" in shown[1]["Reason"]
     assert len(shown[2]["Reason"]) <= admin_pages.LONGEST_TEXT
     for state, count in [("pending", 2), ("dead", 1), ("sent", 1), ("failed", 0)]:
-        assert len(root.get(OUTBOX, state=state).rows) == count
+        assert len(root.get(OUTBOX, state__exact=state).rows) == count
     for query, count in [("tests.app", 4), (waits.task_id, 1), ("app.tasks", 0), ("%", 0)]:
         assert len(root.get(OUTBOX, q=query).rows) == count
     fields = root.open(dead).fields

