@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.db import models
-from django.db.models import Q, lookups
+from django.db.models import Q
 
 from ..databases import exact_collation
 
@@ -37,21 +37,6 @@ class ExactCharField(_Exact, _CharField):
 
 class ExactTextField(_Exact, _TextField):
     """A long text of any characters, whatever the character set of the database."""
-
-
-class _AnyCase:
-    """Makes a lookup ignore case, which on MySQL depends on the collation."""
-
-    def process_lhs(self, compiler: Any, connection: Any, lhs: Any = None) -> Any:
-        sql, params = super().process_lhs(compiler, connection, lhs)  # type: ignore[misc]
-        collation = " COLLATE utf8mb4_general_ci" if exact_collation(connection) else ""
-        return f"{sql}{collation}", params
-
-
-for _lookup in (lookups.IContains, lookups.IStartsWith):
-    _any_case = type(f"AnyCase{_lookup.__name__}", (_AnyCase, _lookup), {})
-    ExactCharField.register_lookup(_any_case)
-    ExactTextField.register_lookup(_any_case)
 
 
 class PartialIndex(models.Index):

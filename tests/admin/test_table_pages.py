@@ -89,15 +89,15 @@ def test_keys(root: Visitor) -> None:
 
 @pytest.mark.sql
 def test_searches(root: Visitor) -> None:
-    """Records and runs are found by a part, in small letters, and by a task's id."""
+    """Records and runs are found by a part, and by a task's id."""
     rows.record(f"paid:{'7' * 300}")
     rows.record("mail:Zoë 周", holder=rows.HOLDER._replace(task_id="id-2"))
     run = rows.begin(1, key="album:7", name="Make <Ann's> album")
     rows.begin(1, key="feed:1")
-    counts = dict.fromkeys(("paid:7", "id-1", "Zoë", "周", "mail:Zoë", "ZO"), 1)
+    counts = dict.fromkeys(("paid:7", "id-1", "Zoë", "周", "mail:Zoë"), 1)
     for query, count in (counts | {"shop.tasks.sell": 2, "sold": 0, "Zoé": 0}).items():
         assert (query, len(root.get(RECORDS, q=query).rows)) == (query, count)
-    for query in ("Ann", "bum:7", "ann", "ALBUM:7"):
+    for query in ("Ann", "bum:7"):
         assert [row["Run of stages"] for row in root.get(RUNS, q=query).rows] == [str(run)]
 
 
