@@ -9,7 +9,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
-from ..resuming.cursor import Cursor
+from ..resuming.checkpoints import Cursor
 from ..sending.serialization import find_arguments
 from ..texts import duration
 from .columns import ExactCharField, ExactTextField, partial_index

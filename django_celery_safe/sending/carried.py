@@ -38,7 +38,7 @@ from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
 from ..exceptions import ClaimLost, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.holder import HeldLock, decode_holder
-from ..resuming.handing_over import HandedOver
+from ..resuming.checkpoints import HandedOver
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture

@@ -18,7 +18,7 @@ from ..delivery.header import HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..events import SENT_IN_ATOMIC
 from ..exceptions import ConfigurationError, NotSerializable, TaskPoisoned
-from ..resuming.handing_over import HandedOver
+from ..resuming.checkpoints import HandedOver
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic
 from ..usage import calling_line
