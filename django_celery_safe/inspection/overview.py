@@ -18,8 +18,7 @@ from django.utils.formats import number_format
 from ..databases import Now
 from ..locks import iter_locks
 from ..models.listing import seconds_between
-from ..models.outbox import OutboxMessage
-from ..models.outbox_relay import OutboxRelay
+from ..models.outbox import OutboxMessage, OutboxRelay
 
 #: Up to how many rows or locks are counted: "10,000+" tells an operator enough.
 MOST: Final = 10_000

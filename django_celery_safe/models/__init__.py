@@ -19,8 +19,7 @@ if apps.apps_ready and not apps.is_installed("django_celery_safe"):
 
 from .idempotency import IdempotencyRecord
 from .locks import DatabaseLock, Lock
-from .outbox import OutboxMessage
-from .outbox_relay import OutboxRelay
+from .outbox import OutboxMessage, OutboxRelay
 from .stages import StageRun, StageStep
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""The outbox: committed messages, kept until a broker has them or until their task is done."""
+"""
+The outbox: committed messages, kept until a broker has them or until their task is done.
+
+Beside them is the heartbeat of their relays.
+"""
 
 from __future__ import annotations
 
@@ -186,3 +190,22 @@ class OutboxMessage(ListedRow):
         delay = min(SHORTEST_DELAY * 2 ** (self.attempts - 1), LONGEST_DELAY)
         row.update(attempts=self.attempts, error=error, due_at=Now() + delay, token="")
         return False
+
+
+class OutboxRelay(ListedRow):
+    """The relays' heartbeat: one row that every relay updates."""
+
+    host = models.CharField(max_length=255)
+    pid = models.IntegerField()
+    seen_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.host} pid {self.pid}"
+
+    @property
+    def ago_s(self) -> float:
+        """Seconds since it was seen."""
+        return max(0.0, self.seconds_since(self.seen_at) or 0.0)

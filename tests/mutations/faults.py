@@ -614,7 +614,7 @@ MUTATIONS = {
             "a transaction that has begun its work is repeated, with the work",
         ),
         M(
-            "pruning:prune_some",
+            "sending.housekeeping:prune_some",
             "range(most // batch)",
             "range(1)",
             "only the first batch of old rows is deleted",
