@@ -160,9 +160,18 @@ def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
         MessageGoesOn: An earlier run of the message has ended.
     """
     if store.peek(_end_marker(task, request)) is not None:
-        reason = "an earlier run of this message has ended"
-        TASK_NOT_RUN.emit(requeue_self, task=task.name, task_id=request.id, reason=reason)
-        raise MessageGoesOn(f"Not run: {reason}")
+        refuse_run(task, request, "an earlier run of this message has ended")
+
+
+def refuse_run(task: Any, request: Context, reason: str) -> NoReturn:
+    """
+    Report why a task is not run for its message.
+
+    Raises:
+        MessageGoesOn: Always.
+    """
+    TASK_NOT_RUN.emit(refuse_run, task=task.name, task_id=request.id, reason=reason)
+    raise MessageGoesOn(f"Not run: {reason}")
 
 
 def begin_or_requeue(

@@ -33,7 +33,7 @@ from .header import HEADER, Header, find_ours, get_header
 #: texts, because this room must not import higher ones.
 HANDLERS: Final = (
     ("sent", ("over",), "concurrency.message_endings.settle"),
-    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried_endings.record"),
+    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried.record"),
 )
 #: The kinds of outcomes of which only the main process of a worker knows: a process was killed.
 DEATHS: Final = ("lost", "timed out", "cancelled", "re-sent", "terminated")

@@ -5,7 +5,7 @@ Sending tasks when their transaction is committed.
 ``outbox`` writes those that have rows, and ``sender`` sends them. ``capture`` makes complete
 messages without publishing them, ``eager`` does the same for tasks that run eagerly, and
 ``arguments`` refuses values that can't travel in a message. ``carried`` runs carried tasks:
-``carried_claim`` claims their messages.
+``carried_run`` claims their messages, and ends them.
 """
 
 from .commit import send_on_commit

@@ -7,7 +7,6 @@ that comes back, finds what is recorded, and only goes on from there.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -15,6 +14,7 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
 from ..delivery.header import Header
+from ..events import MESSAGE_FAILED
 from ..foreign_errors import find_soft_time_limit, text_of
 
 if TYPE_CHECKING:
@@ -53,11 +53,8 @@ def find_follower(header: Header) -> StepFollower | None:
     """Return what follows the message with this header; None: nothing of this package."""
     if "step" not in header:
         return None
-    cls: type[StepFollower] = _load(FOLLOWER)
+    cls: type[StepFollower] = import_string(FOLLOWER)
     return cls(header["step"], header.get("using", DEFAULT_DB_ALIAS))
-
-
-_load = lru_cache(import_string)
 
 
 def fail_message(
@@ -77,3 +74,17 @@ def fail_message(
         failed: bool = row.fail_task(token, *fault)
         return failed
     return follower.fail(task_id, lambda: bool(row.claimed(token).erase()), fault)
+
+
+def fail_unrun(header: Header, message: Any, row: Any, token: str, fault: Fault) -> bool:
+    """
+    Fail a message, and what follows it, without a run that could; see :func:`fail_message`.
+
+    Args:
+        message: The message, as it was found.
+    """
+    follower, task_id = find_follower(header), message.task_id
+    ours = fail_message(follower, task_id, row, token, fault)
+    if ours and follower is None:
+        MESSAGE_FAILED.emit(fail_unrun, task=message.task, task_id=task_id, error=str(fault))
+    return ours

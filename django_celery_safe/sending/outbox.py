@@ -239,15 +239,18 @@ def outbox_aliases() -> list[str]:
 
 def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
     """Return whether a canvas goes through the outbox by default: as its parts request."""
-    if (wanted := signature.options.get("outbox")) is not None:
-        chosen: Outbox = conf.outbox(wanted)
-        return chosen
-    asked: list[Outbox] = []
-    for part in iter_leaves(app, signature):
-        wanted = part.options.get("outbox")
-        task = app.tasks.get(str(part.task))
-        asked.append(task_wants_outbox(task) if wanted is None else conf.outbox(wanted))
+    if signature.options.get("outbox") is not None:
+        return leaf_wants_outbox(app, signature)
+    asked = [leaf_wants_outbox(app, leaf) for leaf in iter_leaves(app, signature)]
     return UNTIL_DONE if UNTIL_DONE in asked else any(asked)
+
+
+def leaf_wants_outbox(app: Celery, leaf: Signature[Any]) -> Outbox:
+    """Return whether a single task in a canvas goes through the outbox."""
+    if (wanted := leaf.options.get("outbox")) is None:
+        return task_wants_outbox(app.tasks.get(str(leaf.task)))
+    chosen: Outbox = conf.outbox(wanted)
+    return chosen
 
 
 def task_wants_outbox(task: Any) -> Outbox:

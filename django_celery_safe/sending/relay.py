@@ -37,7 +37,6 @@ from ..delivery.header import read_header
 from ..events import (
     MESSAGE_BROUGHT_BACK,
     MESSAGE_DEAD,
-    MESSAGE_FAILED,
     TASK_NOT_RELAYED,
     TASK_RELAYED,
 )
@@ -48,7 +47,7 @@ from ..leases.holder import holder_text
 from ..texts import get_logger
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
-from .followed import Fault, fail_message, find_follower
+from .followed import Fault, fail_unrun
 from .housekeeping import Housekeeping
 from .message_table import NOT_REACHED, Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
@@ -383,12 +382,9 @@ class Relay:
     def _end_expired(self, one: ClaimedMessage) -> None:
         """Fail a task that expired: some brokers drop its message, so no worker fails it."""
         self._next.pop(one.row.pk, None)
-        rows = self._rows.filter(pk=one.row.pk)
-        follower = find_follower(read_header(one.message.options["headers"], one.message.task))
-        fault = Fault(RuntimeError.__name__, EXPIRED)
-        ended = fail_message(follower, one.row.task_id, rows, self._token, fault)
-        if ended and follower is None:
-            MESSAGE_FAILED.emit(Relay, task=one.row.task, task_id=one.row.task_id, error=EXPIRED)
+        header = read_header(one.message.options["headers"], one.message.task)
+        fault, rows = Fault(RuntimeError.__name__, EXPIRED), self._rows.filter(pk=one.row.pk)
+        fail_unrun(header, one.row, rows, self._token, fault)
 
     def _announce(self) -> None:
         """Send ``task_sent`` for the batch after its rows are updated: receivers may be slow."""

@@ -24,8 +24,8 @@ from ..transactions import aliases_in_atomic
 from ..usage import calling_line
 from .arguments import check_arguments, explain
 from .capture import CAPTURED
-from .carried import find_run, is_by_row
-from .carried_class import wrap_class
+from .carried import wrap_class
+from .carried_run import find_run, is_by_row
 from .commit import hold, must_wait
 from .deduplicate import SIGNATURES, lock_fields, pass_on, run_with_lock, send_once
 from .eager import is_put_off, put_off, run_sent

@@ -24,7 +24,7 @@ from ..delivery.call import (
 from ..delivery.header import get_header
 from ..exceptions import ConfigurationError, InvalidResult
 from ..locks.misuse import refuse_misplaced
-from ..sending.carried import Run, find_run
+from ..sending.carried_run import Run, find_run
 from ..sending.followed import Fault
 from .follower import STEP_RESULT, Outcome, StepFollower
 from .step_table import step_table
