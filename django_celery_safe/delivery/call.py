@@ -1,5 +1,5 @@
 """
-One call of a function that one of our decorators wraps: its message, and its arguments.
+One call of a function that one of our decorators wraps: its message, its arguments, its wrappers.
 
 Celery may call a task's function for a message or eagerly. Other code may also call it
 directly, even the task itself during its own run.
@@ -13,16 +13,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache, partial, wraps
 from types import MethodType
 from typing import Any, Final, TypeAlias
 
 from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
+from django.utils.module_loading import import_string
 
 from ..compat import dump_models, has_models
 from ..exceptions import ConfigurationError
+from .header import get_header
 
 #: A function that a task runs or a decorator wraps, and the arguments of a call.
 Function: TypeAlias = Callable[..., Any]
@@ -33,6 +35,14 @@ Kwargs: TypeAlias = Mapping[str, Any]
 SKIP_CHECKS: Final = "CELERY_SKIP_CHECKS"
 #: Last parts of qualified names that identify no function: many in a module may share them.
 _NAMELESS: Final = ("", "_", "<lambda>")
+#: The wrappers, the outermost first, each after the header field with which a message requests it:
+#: called with a task, its request, the function to run, and its arguments; may run it or not.
+WRAPPERS: Final = (
+    ("attempt", "sending.carried.run_carried"),
+    ("options", "concurrency.guard.run_as_asked"),
+    ("step", "stages.step_tasks.run_plain"),
+)
+_FIELDS: Final = {field for field, _ in WRAPPERS}
 
 #: The functions that run in this context, each with the id of the task whose message it
 #: runs for. A call of such a function during its own run is a direct call, although Celery
@@ -40,6 +50,30 @@ _NAMELESS: Final = ("", "_", "<lambda>")
 _running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
     "django_celery_safe_running_functions", default=frozenset()
 )
+
+
+@cache
+def find_higher(path: str) -> Any:
+    """Return a name of a higher room, of which a lower one knows only this text."""
+    return import_string(f"django_celery_safe.{path}")
+
+
+def wrap_run(task: Any) -> Function:
+    """Return the task's ``run`` with the wrappers that the header of each message requests."""
+    run = task.run
+
+    @wraps(run)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        header, inner = get_header(task.request), run
+        asks = header and not _FIELDS.isdisjoint(header)
+        if not asks or (request := find_request(task, run)) is None:
+            return run(*args, **kwargs)
+        for field, path in reversed(WRAPPERS):
+            if field in header:
+                inner = partial(find_higher(path), task, request, inner)
+        return inner(*args, **kwargs)
+
+    return wrapped
 
 
 def load_tasks(app: Any) -> None:

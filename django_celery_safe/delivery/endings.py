@@ -8,7 +8,6 @@ handlers of higher rooms write what is theirs.
 
 from __future__ import annotations
 
-import functools
 import os
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -18,12 +17,11 @@ from celery import signals, states
 from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
-from django.utils.module_loading import import_string
 
 from ..compat import acknowledges_timeout
 from ..leases.claim import current_claims as _claims
 from ..leases.holder import HOST, Holder
-from .call import _running
+from .call import _running, find_higher
 from .copies import MessageGoesOn
 from .header import HEADER, Header, find_ours, get_header
 
@@ -38,7 +36,6 @@ HANDLERS: Final = (
 #: The kinds of outcomes of which only the main process of a worker knows: a process was killed.
 DEATHS: Final = ("lost", "timed out", "cancelled", "re-sent", "terminated")
 
-_handler: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
 #: Requests that this worker has received, for as long as Celery keeps them. A redelivered
 #: message has another request with the same id.
 _received: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -93,7 +90,7 @@ def connect() -> None:
         signal = getattr(signals, receiver.__name__.replace("_on", "task"))
         signal.connect(receiver, dispatch_uid=__name__)
     for _, _, path in HANDLERS:
-        _handler(path)  # imported now: a child of the pool inherits it
+        find_higher(path)  # imported now: a child of the pool inherits it
 
 
 def _on_received(request: Any, **kwargs: Any) -> None:
@@ -169,7 +166,7 @@ def _report_run(
     ended = getattr(request, "safe_ended", None)  # the field whose wrapper has recorded the end
     for field, kinds, path in HANDLERS:
         if field in found and field != ended and kind in kinds:
-            _handler(path)(Outcome(kind, task, request, error, comes_again))
+            find_higher(path)(Outcome(kind, task, request, error, comes_again))
 
 
 def _report_death(kind: str, task: Any, task_id: str, request: Any = None, **facts: Any) -> None:
@@ -183,7 +180,7 @@ def _report_death(kind: str, task: Any, task_id: str, request: Any = None, **fac
 
 def _report(outcome: Outcome) -> None:
     for _, _, path in HANDLERS:
-        _handler(path)(outcome)
+        find_higher(path)(outcome)
 
 
 def _find(task_id: str) -> list[Any]:

@@ -11,8 +11,8 @@ from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from django.db import DEFAULT_DB_ALIAS
-from django.utils.module_loading import import_string
 
+from ..delivery.call import find_higher
 from ..delivery.header import Header
 from ..events import MESSAGE_FAILED
 from ..foreign_errors import find_soft_time_limit, text_of
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: The result None as JSON. An empty text would mean that the task is not finished.
 NOTHING: Final = "null"
-#: The class of followers. As a text, because this room knows nothing of higher ones.
-FOLLOWER: Final = "django_celery_safe.stages.follower.StepFollower"
 
 
 class Fault(NamedTuple):
@@ -53,7 +51,7 @@ def find_follower(header: Header) -> StepFollower | None:
     """Return what follows the message with this header; None: nothing of this package."""
     if "step" not in header:
         return None
-    cls: type[StepFollower] = import_string(FOLLOWER)
+    cls: type[StepFollower] = find_higher("stages.follower.StepFollower")
     return cls(header["step"], header.get("using", DEFAULT_DB_ALIAS))
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import connections, transaction
-from django.utils.module_loading import import_string
 
 from .. import conf
 from ..databases import Now
+from ..delivery.call import find_higher
 from ..foreign_errors import describe_error
 from ..leases.holder import HOST
 from ..texts import get_logger
@@ -39,8 +39,7 @@ BATCH: Final = 500
 #: module with ``get_prunable``, which gets an alias and returns querysets of the rows that may be
 #: deleted in that database now, each in the order of an index; the names of the models whose tables
 #: it needs, as a failure in a database that lacks one is not logged; and how many rows of each
-#: queryset a turn deletes at most, and a transaction. A run is deleted with its steps. Modules are
-#: texts, because this room knows nothing of higher ones.
+#: queryset a turn deletes at most, and a transaction. A run is deleted with its steps.
 PRUNINGS: Final = (
     ("messages", "sending.housekeeping", ("OutboxMessage",), 10_000, BATCH),
     ("runs of stages", "stages.step_table", ("StageRun", "StageStep", "OutboxMessage"), 100, 1),
@@ -88,7 +87,7 @@ class Housekeeping:
     ) -> bool:
         """Delete some old rows; return whether the next turn should follow soon."""
         try:
-            found = import_string(f"django_celery_safe.{module}.get_prunable")(self._using)
+            found = find_higher(f"{module}.get_prunable")(self._using)
             return True in [prune_some(rows, most, batch) for rows in found]
         except SoftTimeLimitExceeded:
             raise

@@ -13,9 +13,9 @@ from kombu.exceptions import EncodeError
 
 from .. import conf
 from ..concurrency.guard import find_guarded, name_lock
+from ..delivery.call import wrap_run
 from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import HEADER, Header, read_given_fields, read_header
-from ..delivery.wrappers import wrap_run
 from ..events import SENT_IN_ATOMIC
 from ..exceptions import ConfigurationError, NotSerializable, TaskPoisoned
 from ..resuming.checkpoints import HandedOver

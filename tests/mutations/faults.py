@@ -348,7 +348,7 @@ MUTATIONS = {
             "a forged token of another length cuts a lock's value in the wrong place",
         ),
         M(
-            "delivery.wrappers:wrap_run",
+            "delivery.call:wrap_run",
             "in reversed(WRAPPERS)",
             "in WRAPPERS",
             "a carried run ends its row inside of its lock",
