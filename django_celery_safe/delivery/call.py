@@ -100,34 +100,26 @@ def find_call(
         direct call; and whether the first argument is not from the message: the task, with
         ``bind=True``, or the ``TaskContext`` of a Django task.
     """
-    current = get_current_task()
-    task = _find_task(decorated, args, current)
+    task = _find_task(decorated, args, get_current_task())
     context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
     bound = bool(args) and isinstance(args[0], (Task, context))
-    return task, _find_request(task, function, current), bound
+    return task, find_request(task, function), bound
 
 
 def _find_task(decorated: Function, args: Args, current: Any) -> Any:
     # With bind=True, or in the run() of a task class, the first argument is the task.
-    if (
-        args
-        and isinstance(args[0], Task)
-        and (_runs(args[0], decorated) or _inherits(args[0], decorated))
-    ):
+    if args and isinstance(args[0], Task) and _runs(args[0], decorated):
         return args[0]
     if current is not None and _has_layer(current.run, decorated):
         return current
     # task.run(...) called directly, or inside another task.
     tasks = current_app.tasks.values()
-    return next((task for task in tasks if _runs(task, decorated)), None)
+    return next((task for task in tasks if _has_layer(task.run, decorated)), None)
 
 
 def find_request(task: Any, function: Function) -> Context | None:
     """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
-    return _find_request(task, function, get_current_task())
-
-
-def _find_request(task: Any, function: Function, current: Any) -> Context | None:
+    current = get_current_task()
     if task is None or current is None:
         return None
     # By its request: a tracer may run a proxy of the task.
@@ -265,14 +257,9 @@ def layers(function: Any) -> list[Any]:
 
 
 def _runs(task: Any, decorated: Function) -> bool:
-    """Return whether ``task`` runs ``decorated``, possibly inside other wrappers."""
-    return _has_layer(task.run, decorated)
-
-
-def _inherits(task: Any, decorated: Function) -> bool:
-    """Return whether ``task`` overrides ``decorated``, and so may call it as ``super().run()``."""
+    """Return whether ``task`` runs ``decorated``, inside other wrappers or by ``super().run()``."""
     inherited = (vars(cls).get("run") for cls in type(task).__mro__)
-    return any(_has_layer(run, decorated) for run in inherited)
+    return any(_has_layer(run, decorated) for run in (task.run, *inherited))
 
 
 @lru_cache(maxsize=4096)

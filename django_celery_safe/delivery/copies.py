@@ -271,10 +271,7 @@ def _longest_delay(task: Any) -> float:
 def visibility_timeout(app: Any) -> float:
     """Return after how many seconds the app's kind of broker redelivers a message."""
     options = app.conf.broker_transport_options or {}
-    default = SQS_VISIBILITY_TIMEOUT if _broker_scheme(app) == "sqs" else VISIBILITY_TIMEOUT
-    return float(options.get("visibility_timeout", default))
-
-
-def _broker_scheme(app: Any) -> str:
     urls = app.conf.broker_write_url or app.conf.broker_url or ""
-    return str(urls if isinstance(urls, str) else urls[0]).partition(":")[0]
+    is_sqs = str(urls if isinstance(urls, str) else urls[0]).startswith("sqs:")
+    default = SQS_VISIBILITY_TIMEOUT if is_sqs else VISIBILITY_TIMEOUT
+    return float(options.get("visibility_timeout", default))
