@@ -162,16 +162,12 @@ def checkpoint(cursor: Any) -> None:
         return
     alias, place = claim.table.alias, Cursor(OF, cursor)
     if in_atomic(alias):
-        try:
+        # Even if the block does not see the error.
+        with transaction.mark_for_rollback_on_error(using=alias):
             hand_over_if_told()
-        except HandedOver:
-            transaction.set_rollback(True, using=alias)  # even if the block does not see the error
-            raise
-        if (lost := record(alias, place)) is not None:
-            transaction.set_rollback(True, using=alias)  # as above
-    else:
-        lost = claim.ask(lambda: record(alias, place))
-    if lost is not None:
+            if (lost := record(alias, place)) is not None:
+                lost.raise_lost()
+    elif (lost := claim.ask(lambda: record(alias, place))) is not None:
         lost.raise_lost()
     hand_over_if_told()
 
