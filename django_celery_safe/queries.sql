@@ -18,7 +18,7 @@ INSERT INTO django_celery_safe_outboxmessage (
     :task, :task_id, :properties, _binary :body, :chord, :chord_calls, :attempt, :token, NOW,
     AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', '', ''
 )
-RETURNING id, task_id
+RETURNING id
 
 -- rewrite_message --
 UPDATE django_celery_safe_outboxmessage

@@ -6,6 +6,8 @@ Beside them is the heartbeat of their relays.
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.db import models
 from django.db.models import Q
 from django.utils.translation import gettext
@@ -181,15 +183,14 @@ class OutboxMessage(ListedRow):
             True if the message is dead now.
         """
         row = type(self).objects.using(self._state.db).claimed(self.token).filter(pk=self.pk)
+        delay = min(SHORTEST_DELAY * 2**self.attempts, LONGEST_DELAY)
         self.attempts += 1
-        self.error = error = storable(error)
-        if self.attempts >= attempts:
-            ended = {"state": State.DEAD, "due_at": None, "ended_at": Now(), "token": ""}
-            row.update(attempts=self.attempts, error=error, **ended)
-            return True
-        delay = min(SHORTEST_DELAY * 2 ** (self.attempts - 1), LONGEST_DELAY)
-        row.update(attempts=self.attempts, error=error, due_at=Now() + delay, token="")
-        return False
+        is_dead = self.attempts >= attempts
+        values: dict[str, Any] = {"due_at": Now() + delay}
+        if is_dead:
+            values = {"state": State.DEAD, "due_at": None, "ended_at": Now()}
+        row.update(attempts=self.attempts, error=storable(error), token="", **values)
+        return is_dead
 
 
 class OutboxRelay(ListedRow):

@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import (
-    DEFAULT_DB_ALIAS,
-    IntegrityError,
-    InterfaceError,
-    InternalError,
-    OperationalError,
-    connections,
-)
+from django.db import DEFAULT_DB_ALIAS, IntegrityError, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
@@ -45,6 +38,7 @@ from ..foreign_errors import describe_error
 from ..leases.clock import clock
 from ..leases.holder import holder_text
 from ..texts import get_logger
+from ..transactions import DISCONNECTED
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
 from .followed import Fault, fail_unrun
@@ -179,7 +173,7 @@ class Relay:
             try:
                 self.housekeeping.take_turn_if_due()
                 found = self.relay_batch()
-            except (BrokerGone, OperationalError, InterfaceError, InternalError) as error:
+            except (BrokerGone, *DISCONNECTED) as error:
                 if isinstance(error, DatabaseError):
                     connections[self.using].close()
                 if is_lost_race(error):
