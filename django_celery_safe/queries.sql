@@ -57,12 +57,8 @@ DELETE FROM django_celery_safe_outboxmessage WHERE id IN (:ids) AND token = :tok
 
 -- keep_sent --
 UPDATE django_celery_safe_outboxmessage
-SET state = 'sent', due_at = NULL, token = '', sent_at = NOW, error = ''
-WHERE id IN (:ids) AND token = :token
-
--- carry_sent --
-UPDATE django_celery_safe_outboxmessage
-SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0
+SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0,
+    error = COALESCE(:error, error)
 WHERE id IN (:ids) AND token = :token
 
 -- await_eta --

@@ -44,7 +44,7 @@ from ..texts import get_logger
 from .capture import Captured, capture
 from .followed import NOTHING, Fault, fail_message, find_follower
 from .message_table import Claimed, MessageTable, message_table
-from .outbox import can_carry, keep, name_attempt, rewrite
+from .outbox import keep, rewrite, try_carry
 from .sender import OutboxSender
 
 if TYPE_CHECKING:
@@ -323,10 +323,11 @@ class Run:
         if (follower := self.follower) is not None:
             self.claim.ask(lambda: follower.wait(self.held, fault))
 
-    def put_back(self, delay: float, reason: str, *, died: bool = False) -> bool:
+    def _put_back(self, error: BaseException, delay: float, *, died: bool = False) -> bool:
         """Let a relay re-send the message after ``delay``; return whether the claim held it."""
+        self._let_wait(Fault.of(error))
         row, token = self.claim.table.at(self.claim.name), self.claim.token
-        wait = timedelta(seconds=delay)
+        wait, reason = timedelta(seconds=delay), describe_error(error)
         return self._write_end(
             lambda: row.put_back(token, wait, reason, died=died), lambda: row.was_put_back(reason)
         )
@@ -353,26 +354,23 @@ class Run:
                 return self._come_again(error)
             case Exception() | CancelledError():  # Celery also fails the task with these
                 return self.record_failure(error)
-        self._let_wait(Fault.of(error))
         # The process ends, because of a signal or because the task ended it. If a worker has
         # ended it, the worker may have failed the task already.
-        back = self.put_back(0.0, describe_error(error), died=_ends_process(error))
+        back = self._put_back(error, 0.0, died=_ends_process(error))
         row = self.claim.table.at(self.claim.name)
         return back or not self.claim.ask(row.filter(due_at__isnull=False).exists)
 
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
-        self._let_wait(Fault.of(error))
         delay = 0.0 if isinstance(error, HandedOver) else conf.get("OUTBOX_RESEND_AFTER")
-        return self.put_back(delay, describe_error(error))
+        return self._put_back(error, delay)
 
     def _go_on(self, captured: Captured, why: Fault) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""
         self._let_wait(why)
         alias, token = self.claim.table.alias, self.claim.token
         for message in captured.messages:
-            if can_carry(message):
-                name_attempt(message, alias)
+            try_carry(message, alias)
         own = [one for one in captured.messages if one.task_id == self._task_id][:1]
         others = [one for one in captured.messages if one not in own]
         name, replaced = self.claim.name, self._is_replaced
@@ -395,11 +393,9 @@ class Run:
 
 def _ends_process(error: BaseException) -> bool:
     """Return whether an error ends the process because the task itself raised it."""
-    match error:
-        case WorkerShutdown() | WorkerTerminate():
-            return False
-        case SystemExit(code=code):
-            return code not in SIGNALLED
+    if isinstance(error, SystemExit):
+        by_worker = isinstance(error, WorkerShutdown | WorkerTerminate)
+        return not by_worker and error.code not in SIGNALLED
     return isinstance(error, KeyboardInterrupt)
 
 

@@ -44,7 +44,7 @@ class Next(NamedTuple):
     """
 
     after: float | None
-    how: str = "carry_sent"
+    how: str = "keep_sent"
     error: str | None = None
 
 
@@ -137,7 +137,7 @@ class MessageTable(LeaseTable):
         for then in sorted(alike, key=lambda one: one.how == "give_back"):
             name, error = then.how, then.error and storable(then.error)
             if then.after is None:
-                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
+                name, error = "keep_sent" if conf.keeps_sent() else "erase_sent", ""
             values = {"token": token, "wait": then.after, "error": error}
             queries.execute(self.alias, name, alike[then], **values)
 

@@ -74,9 +74,7 @@ def keep(
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
     for message in messages if outbox == UNTIL_DONE else ():
-        if can_carry(message):
-            name_attempt(message, sender.using)
-        elif len(messages) == 1:
+        if not try_carry(message, sender.using) and len(messages) == 1:
             raise ConfigurationError(
                 f'{message.task} is sent with outbox="until_done", and is not a SafeTask that is '
                 f"known here, so nothing would end its row. Write @shared_task(base=SafeTask), or "
@@ -101,22 +99,25 @@ def keep(
     sender.add(captured, result, ids=ids, chord=chord, goes_on=goes_on)
 
 
-def can_carry(message: Message) -> bool:
-    """Return whether a message's task ends its row; Celery's own, such as chord tasks, do not."""
-    return is_ours(message.app, message.task)
-
-
 def is_ours(app: Celery, task: str) -> bool:
     """Return whether a task that is known here is a SafeTask."""
     return getattr(app.tasks.get(task), "_ends_rows", False)
 
 
-def name_attempt(message: Message, using: str) -> None:
-    """Give a message a new attempt, so that its row stays until its task has ended."""
+def try_carry(message: Message, using: str) -> bool:
+    """
+    Give a message a new attempt, so that its row stays until its task has ended.
+
+    Returns:
+        Whether its task ends its row; Celery's own tasks, such as those of chords, do not.
+    """
+    if not is_ours(message.app, message.task):
+        return False
     headers, message.attempt = message.options["headers"], os.urandom(16).hex()
     given = read_header(headers, message.task)
     ours = {"task": message.task, "attempt": message.attempt, "using": using}
     headers[HEADER] = {**given, **ours}
+    return True
 
 
 def time_to_wait(message: Message) -> float | None:

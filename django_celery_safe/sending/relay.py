@@ -27,12 +27,7 @@ from .. import conf
 from ..concurrency.sent import leave_period, seconds_until
 from ..databases import is_lost_race, refuse_untested
 from ..delivery.header import read_header
-from ..events import (
-    MESSAGE_BROUGHT_BACK,
-    MESSAGE_DEAD,
-    TASK_NOT_RELAYED,
-    TASK_RELAYED,
-)
+from ..events import MESSAGE_BROUGHT_BACK, MESSAGE_DEAD, TASK_NOT_RELAYED, TASK_RELAYED
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
 from ..leases.clock import clock

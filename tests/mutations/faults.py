@@ -453,7 +453,7 @@ MUTATIONS = {
         ),
         M(
             "sending.carried_run:Run._come_again",
-            "return self.put_back(delay, describe_error(error))",
+            "return self._put_back(error, delay)",
             "return self.end()",
             "a carried task that is retried or requeued counts as done",
         ),
