@@ -78,15 +78,13 @@ def wrap_run(task: Any) -> Function:
 
 def load_tasks(app: Any) -> None:
     """Import all task modules of an app, as a worker does when it starts."""
-    before = os.environ.get(SKIP_CHECKS)
+    before = os.environ.get(SKIP_CHECKS, "")
     # Otherwise Celery's Django fixup would run all of the project's checks.
     os.environ[SKIP_CHECKS] = "1"
     try:
         app.loader.import_default_modules()
     finally:
-        os.environ.pop(SKIP_CHECKS, None)
-        if before is not None:
-            os.environ[SKIP_CHECKS] = before
+        os.environ[SKIP_CHECKS] = before
 
 
 def find_call(
@@ -124,11 +122,8 @@ def find_request(task: Any, function: Function) -> Context | None:
         return None
     # By its request: a tracer may run a proxy of the task.
     request: Context = task.request
-    if (
-        (current is not task and current.request is not request)
-        or request.called_directly
-        or (request.id, id(function)) in _running.get()
-    ):
+    is_other = current is not task and current.request is not request
+    if is_other or request.called_directly or (request.id, id(function)) in _running.get():
         return None
     return request
 

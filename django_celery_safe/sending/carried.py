@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Final
+from typing import Any
 
 from celery import Task, states
 from celery.app.task import Context
@@ -39,14 +39,10 @@ from ..transactions import TRIES
 from ..values import decode
 from .carried_run import Run, claim_message, run_of
 from .followed import Fault, fail_unrun, find_follower
-from .message_table import ENDED, Claimed, MessageTable, message_table
+from .message_table import Claimed, MessageTable, message_table
 from .outbox import UNTIL_DONE, is_ours, iter_leaves, leaf_wants_outbox
 
 logger = get_logger(__name__)
-
-#: The error of a message whose task its worker does not know: Celery's name for it.
-NOT_REGISTERED: Final = "NotRegistered"
-FAILURE: Final = "That a carried task has ended could not be recorded; a relay sends it again."
 
 
 def run_carried(task: Any, request: Any, function: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +291,8 @@ def _end_run(outcome: Outcome) -> None:
 
 def _in_background(act: Callable[[MessageTable, Outcome], object], outcome: Outcome) -> None:
     table = message_table(outcome.header.get("using", DEFAULT_DB_ALIAS))
-    in_background(lambda: act(table, outcome), table.close, FAILURE)
+    failure = "That a carried task has ended could not be recorded; a relay sends it again."
+    in_background(lambda: act(table, outcome), table.close, failure)
 
 
 def _note(table: MessageTable, outcome: Outcome) -> None:
@@ -305,7 +302,8 @@ def _note(table: MessageTable, outcome: Outcome) -> None:
     error = outcome.error
     kind, what = type(error).__name__, f"refused the message: {describe_error(error)}"
     if outcome.kind == "unknown":
-        kind, what = NOT_REGISTERED, f"does not know the task {outcome.request.task}."
+        # Celery's name for it.
+        kind, what = "NotRegistered", f"does not know the task {outcome.request.task}."
     fault, follower = Fault(kind, f"A worker on {HOST} {what}"), find_follower(outcome.header)
     rows = table.at(outcome.header["attempt"]).exclude(state="running")
     noted = rows.filter(due_at__isnull=False).update(error=storable(fault.text))
@@ -316,13 +314,10 @@ def _note(table: MessageTable, outcome: Outcome) -> None:
 def _follow_death(table: MessageTable, outcome: Outcome) -> None:
     """Let a relay send a task whose process was killed again before its lease is over."""
     row = table.find(outcome.header["attempt"])
-    if row is None:
-        has_ended = not table.goes_on(outcome.task_id)  # a retry has another attempt
-    else:
-        has_ended = row.state in ENDED
-        if _is_of(outcome, row) and is_dead_soon(outcome.pid or 0):
+    if row is not None and _is_of(outcome, row):
+        if is_dead_soon(outcome.pid or 0):
             table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
-    if has_ended:
+    elif not table.goes_on(outcome.task_id):  # a retry has another attempt
         _store_failure(outcome)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from celery._state import get_current_task
@@ -72,12 +73,12 @@ class MessageClaim(Claim):
     is_carried = True
     #: What follows the message; None: nothing.
     follower: StepFollower | None = None
+    #: The result that ``finish()`` has recorded.
+    text = ""
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
         super().__init__(message_table(alias), attempt, key, conf.get("LOCK_TIMEOUT"))
-        #: The result that ``finish()`` has recorded.
-        self.text = ""
 
     def _encode(self, result: Any) -> str:
         follower = self.follower
@@ -111,10 +112,9 @@ def claim_message(task: Any, request: Context, header: Header) -> tuple[MessageC
         claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
         return table.find(claim.name) if claimed is None else claimed
 
+    what, instead = f"The task {task.name}", "Put atomic() inside the function."
     try:
-        holder = claim.prepare(
-            task, request, f"The task {task.name}", "Put atomic() inside the function."
-        )
+        holder = claim.prepare(task, request, what, instead)
         found = claim.ask(ask)
     except DatabaseError as error:
         table.check_migrated(error)
@@ -229,14 +229,12 @@ class Run:
 
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
-        table, name, token = self.claim.table, self.claim.name, self.claim.token
+        table, name = self.claim.table, self.claim.name
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
+        end_row = partial(table.end, *self.held, returned)
         if (follower := self.follower) is not None and self.claim.is_finished:
             follower.finish(self.claim.text)
-
-        def end_row() -> bool:
-            return table.end(name, token, returned)
 
         def write() -> bool:
             if follower is not None:
@@ -281,13 +279,8 @@ class Run:
                 self._uncount_unbegun()
             ours = self._record(error)
         except DatabaseError as failure:
-            logger.warning(
-                "How %s ended (%s) can't be recorded; a relay sends it again when its lease is "
-                "over: %s",
-                self.claim.key,
-                describe_error(error),
-                describe_error(failure),
-            )
+            text = "How %s ended (%s) can't be recorded; a relay sends it again after its lease: %s"
+            logger.warning(text, self.claim.key, describe_error(error), describe_error(failure))
             return False
         if not ours:
             self.claim.find_new_holder()
@@ -368,27 +361,26 @@ class Run:
     def _go_on(self, captured: Captured, why: Fault) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""
         self._let_wait(why)
-        alias, token = self.claim.table.alias, self.claim.token
+        table, replaced = self.claim.table, self._is_replaced
         for message in captured.messages:
-            try_carry(message, alias)
+            try_carry(message, table.alias)
         own = [one for one in captured.messages if one.task_id == self._task_id][:1]
         others = [one for one in captured.messages if one not in own]
-        name, replaced = self.claim.name, self._is_replaced
 
         def write() -> bool:
-            with transaction.atomic(using=alias):
-                sender = OutboxSender.join(alias)
+            with transaction.atomic(using=table.alias):
+                sender = OutboxSender.join(table.alias)
                 if own:  # written into the row of the task
-                    ours = rewrite(sender, own[0], name, token, other_work=replaced)
+                    ours = rewrite(sender, own[0], *self.held, other_work=replaced)
                 else:
-                    ours = self.claim.table.end(name, token)
+                    ours = table.end(*self.held)
                 if ours and others:
                     keep(sender, Captured(others, captured.chord_calls), goes_on=True)
             return ours
 
         self.claim.stop_renewing()
         # If the answer got lost: no row is for this attempt any more.
-        return self._write_end(write, lambda: self.claim.table.has_ended(name))
+        return self._write_end(write, lambda: table.has_ended(self.claim.name))
 
 
 def _ends_process(error: BaseException) -> bool:

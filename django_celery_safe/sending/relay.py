@@ -283,11 +283,9 @@ class Relay:
         return claimed
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
-        if time.monotonic() > stop_at:
-            return  # another relay may claim these rows soon
         publisher = self._publishers[app] = bounded_publisher(app, LONGEST_WAIT, patient=True)
         free = [one for one in claimed if not one.needs]
-        if len(free) > 1:
+        if len(free) > 1 and time.monotonic() < stop_at:
             waiting = iter(free)
             publisher.publish_together(
                 [one.message for one in free], lambda _: self._record_sent(next(waiting))
