@@ -42,7 +42,6 @@ WRAPPERS: Final = (
     ("options", "concurrency.guard.run_as_asked"),
     ("step", "stages.step_tasks.run_plain"),
 )
-_FIELDS: Final = {field for field, _ in WRAPPERS}
 
 #: The functions that run in this context, each with the id of the task whose message it
 #: runs for. A call of such a function during its own run is a direct call, although Celery
@@ -65,8 +64,7 @@ def wrap_run(task: Any) -> Function:
     @wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         header, inner = get_header(task.request), run
-        asks = header and not _FIELDS.isdisjoint(header)
-        if not asks or (request := find_request(task, run)) is None:
+        if not header or (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
         for field, path in reversed(WRAPPERS):
             if field in header:

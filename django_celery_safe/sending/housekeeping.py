@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -126,16 +127,12 @@ def prune_some(rows: Any, most: int, batch: int = BATCH) -> bool:
 def _erase_batch(rows: Any, limit: int) -> int:
     """Delete the first rows; return how many were found."""
     found: list[Any] = []
-    if not connections[rows.db].features.has_select_for_update_skip_locked:
-        # A write locks the whole database, so the search for the rows holds no lock.
-        found = list(rows.values_list("pk", flat=True)[:limit])
-        if found:
-            rows.filter(pk__in=found).erase()
-        return len(found)
+    # Elsewhere a write locks the whole database, so the search for the rows holds no lock.
+    skips = connections[rows.db].features.has_select_for_update_skip_locked
     for attempt in Attempts(rows.db, "A deletion of old rows"):
-        with attempt, transaction.atomic(using=rows.db):
-            locked = rows.select_for_update(skip_locked=True)
-            found = list(locked.values_list("pk", flat=True)[:limit])
+        with attempt, transaction.atomic(using=rows.db) if skips else nullcontext():
+            chosen = rows.select_for_update(skip_locked=True) if skips else rows
+            found = list(chosen.values_list("pk", flat=True)[:limit])
             attempt.is_won = True
             if found:
                 # Filter again under the locks, because a subquery's answer may have changed.
