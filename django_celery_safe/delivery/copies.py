@@ -144,9 +144,7 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     delay, _ = _send(task, request, max(left, SHORTEST_DELAY), copy=True)
     facts = {"name": contender.name, "task": task.name, "task_id": request.id}
     TASK_OWN_COPY.emit(requeue_self, **facts, holder=str(contender.holder), delay=delay)
-    raise WillBeRedelivered(
-        f"Met {contender.name!r}, which is held; a copy of the message comes back"
-    )
+    raise WillBeRedelivered(f"Met {contender.name!r}, which is held; a copy comes back")
 
 
 def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:

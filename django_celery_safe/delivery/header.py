@@ -117,12 +117,8 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
     ]
     if not wrong:
         return cast("Header", found)
-    logger.warning(
-        "The header %r of a message for %s has values that mean nothing, and are ignored: %s.",
-        HEADER,
-        task,
-        ", ".join(wrong),
-    )
+    text = "The header %r of a message for %s has values that mean nothing, and are ignored: %s."
+    logger.warning(text, HEADER, task, ", ".join(wrong))
     return {name: value for name, value in found.items() if name not in wrong}
 
 

@@ -113,20 +113,10 @@ def resumable(items: Iterable[T], /, *, every: int = 500, key: str = "pk") -> Re
     """
     if type(every) is not int or every < 1:
         raise ConfigurationError(f"every={every!r} is not a valid size of a chunk: give 1 or more.")
-    return Resumable(_find_walk(items, key), every)
-
-
-def _find_walk(items: Any, key: str) -> Rows | Items:
-    """
-    Return how to walk something.
-
-    Raises:
-        ConfigurationError: It has no places, as a generator.
-    """
     if isinstance(items, QuerySet):
-        return Rows(items, key)
+        return Resumable(Rows(items, key), every)
     if isinstance(items, Sequence) and not isinstance(items, str | bytes):
-        return Items(items)
+        return Resumable(Items(items), every)
     raise ConfigurationError(
         f"resumable() got {type(items).__name__}, which can't be begun in the middle. Give a "
         f"queryset, a list or a range, or set cursors yourself: checkpoint() and resumed_at()."

@@ -27,9 +27,8 @@ from .. import conf
 from ..databases import Now
 from ..delivery.call import Function, find_request
 from ..delivery.copies import WillBeRedelivered
-from ..delivery.endings import Outcome
+from ..delivery.endings import Outcome, in_background, is_dead_soon
 from ..delivery.header import Header, Kept, get_header
-from ..delivery.worker import in_background, is_dead_soon
 from ..events import TASK_NOT_RUN
 from ..exceptions import ClaimLost, TaskPoisoned
 from ..foreign_errors import describe_error
@@ -323,15 +322,13 @@ def _follow_death(table: MessageTable, outcome: Outcome) -> None:
 
 def _store_failure(outcome: Outcome) -> None:
     """Store a failure, as Celery does, if the row has ended but no result was stored."""
-    task, request = outcome.task, outcome.request
+    task, request, task_id = outcome.task, outcome.request, outcome.task_id
     backend: Any = task.backend
     if isinstance(backend, DisabledBackend):
         return  # the project stores no results
-    if backend.get_state(outcome.task_id) not in states.READY_STATES:
+    if backend.get_state(task_id) not in states.READY_STATES:
         stores = not request.ignore_result or task.store_errors_even_if_ignored
-        backend.mark_as_failure(
-            outcome.task_id, outcome.error, request=request, store_result=stores
-        )
+        backend.mark_as_failure(task_id, outcome.error, request=request, store_result=stores)
 
 
 def _fail_message(table: MessageTable, outcome: Outcome) -> None:

@@ -307,9 +307,8 @@ class Run:
             gone = not row.exists()
             return gone if self.follower else row.failed().filter(error_type=fault.type).exists()
 
-        return self._write_end(
-            lambda: fail_message(self.follower, self._task_id, row, token, fault), was_written
-        )
+        fail = partial(fail_message, self.follower, self._task_id, row, token, fault)
+        return self._write_end(fail, was_written)
 
     def _let_wait(self, fault: Fault) -> None:
         """Let what follows the message wait for the next run, before the row says so."""
@@ -321,9 +320,8 @@ class Run:
         self._let_wait(Fault.of(error))
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         wait, reason = timedelta(seconds=delay), describe_error(error)
-        return self._write_end(
-            lambda: row.put_back(token, wait, reason, died=died), lambda: row.was_put_back(reason)
-        )
+        put_back = partial(row.put_back, token, wait, reason, died=died)
+        return self._write_end(put_back, lambda: row.was_put_back(reason))
 
     def _uncount_unbegun(self) -> None:
         """Take back that the claim counted as a start, if the task itself has not begun."""
@@ -350,8 +348,7 @@ class Run:
         # The process ends, because of a signal or because the task ended it. If a worker has
         # ended it, the worker may have failed the task already.
         back = self._put_back(error, 0.0, died=_ends_process(error))
-        row = self.claim.table.at(self.claim.name)
-        return back or not self.claim.ask(row.filter(due_at__isnull=False).exists)
+        return back or self.claim.ask(lambda: self.claim.table.has_ended(self.claim.name))
 
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""

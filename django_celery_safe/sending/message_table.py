@@ -95,9 +95,8 @@ class MessageTable(LeaseTable):
 
     def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far a task got, which lives on; return whether the claim held the row."""
-        return bool(
-            queries.execute(self.alias, "move_message", attempt=name, token=token, **values)
-        )
+        values |= {"attempt": name, "token": token}
+        return bool(queries.execute(self.alias, "move_message", **values))
 
     def end(self, name: str, token: str, returned: str = "") -> bool:
         """
