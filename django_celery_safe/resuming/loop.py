@@ -143,12 +143,6 @@ class Rows:
                 f"key={key!r} of {meta.label} can't name a place in a queryset: the key has to be "
                 f"one column that is unique and never NULL."
             )
-        self._refuse(rows)
-        self.alias: str | None = rows._db or router.db_for_write(rows.model, **rows._hints)
-        self._rows, self._name = rows, field.attname
-        self.of = f"{meta.label_lower} by {field.attname}"
-
-    def _refuse(self, rows: Any) -> None:
         query = rows.query
         faults = {
             "a slice": query.is_sliced,
@@ -162,9 +156,12 @@ class Rows:
         }
         if fault := next((name for name, is_there in faults.items() if is_there), ""):
             raise ConfigurationError(
-                f"resumable() walks rows of {rows.model._meta.label} in the order of their key, "
+                f"resumable() walks rows of {meta.label} in the order of their key, "
                 f"each once, and can't do that with {fault}. Leave it out, or go through a list."
             )
+        self.alias: str | None = rows._db or router.db_for_write(rows.model, **rows._hints)
+        self._rows, self._name = rows, field.attname
+        self.of = f"{meta.label_lower} by {field.attname}"
 
     def start(self) -> Cursor:
         """Return the cursor of the beginning."""

@@ -83,13 +83,11 @@ class Housekeeping:
             relays.bulk_create([OutboxRelay(pk=1, **seen)], ignore_conflicts=True)
         message_table(self._using).all().recall()
 
-    def _prune(
-        self, kind: str, module: str, models: tuple[str, ...], most: int, batch: int
-    ) -> bool:
-        """Delete some old rows; return whether the next turn should follow soon."""
+    def _prune(self, kind: str, module: str, models: tuple[str, ...], *limits: int) -> bool:
+        """Delete some old rows, as ``PRUNINGS`` says; return whether there may be more."""
         try:
             found = find_higher(f"{module}.get_prunable")(self._using)
-            return True in [prune_some(rows, most, batch) for rows in found]
+            return True in [prune_some(rows, *limits) for rows in found]
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - it must not stop the outbox
