@@ -16,9 +16,9 @@ class DjangoCelerySafeConfig(AppConfig):
     def ready(self) -> None:
         from . import checks, transactions
         from .delivery import endings
-        from .resuming import handing_over
+        from .resuming import checkpoints
 
         checks.connect()
         transactions.connect()
         endings.connect()
-        handing_over.connect()
+        checkpoints.connect()

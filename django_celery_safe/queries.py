@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from django.db import connections
 
@@ -41,19 +41,6 @@ CLOCKS: Final = {
 }
 
 
-class Query(NamedTuple):
-    """
-    A statement of one kind of database.
-
-    Attributes:
-        sql: Its text, with a placeholder of its name for each parameter.
-        reread: The SELECT of the changed rows, where UPDATE returns none; "": none is needed.
-    """
-
-    sql: str
-    reread: str
-
-
 def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> int:
     """
     Execute a statement; return how many rows it changed.
@@ -62,7 +49,7 @@ def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) ->
         ids: The keys that it has for ``:ids``.
     """
     connection = connections[alias]
-    sql = _place(_find(connection.vendor, name).sql, [*ids], values)
+    sql = _place(_find(connection.vendor, name)[0], [*ids], values)
     with connection.cursor() as cursor:
         cursor.execute(sql, values)
         return int(cursor.rowcount)
@@ -71,13 +58,13 @@ def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) ->
 def fetch(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> list[Any]:
     """Execute a statement, as :func:`execute` does; return the rows that it finds or changes."""
     connection, keys = connections[alias], [*ids]
-    query = _find(connection.vendor, name)
+    sql, reread = _find(connection.vendor, name)
     with connection.cursor() as cursor:
-        cursor.execute(_place(query.sql, keys, values), values)
-        if query.reread:
+        cursor.execute(_place(sql, keys, values), values)
+        if reread:
             if not cursor.rowcount:
                 return []
-            cursor.execute(_place(query.reread, keys, values), values)
+            cursor.execute(_place(reread, keys, values), values)
         return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 
@@ -112,7 +99,7 @@ def insert(
 @cache
 def _for_rows(vendor: str, name: str, count: int, *, returns: bool) -> str:
     """Return an INSERT of so many rows, whose parameters have the numbers of their rows."""
-    sql = _find(vendor, name).sql
+    sql, _ = _find(vendor, name)
     if not returns:
         sql = sql.partition("\nRETURNING ")[0]
     if count == 1:
@@ -123,8 +110,12 @@ def _for_rows(vendor: str, name: str, count: int, *, returns: bool) -> str:
 
 
 @cache
-def _find(vendor: str, name: str) -> Query:
-    """Return a statement for a kind of database."""
+def _find(vendor: str, name: str) -> tuple[str, str]:
+    """
+    Return a statement for a kind of database, with a placeholder of its name for each parameter.
+
+    Beside it is the SELECT of the changed rows, where UPDATE returns none; "": none is needed.
+    """
     text, _, changed = _read()[name].partition("\n-- changed: ")
     reread = ""
     if vendor != MYSQL:
@@ -137,7 +128,7 @@ def _find(vendor: str, name: str) -> Query:
             reread = f"SELECT {columns} FROM {table} WHERE {changed} FOR UPDATE"  # noqa: S608
         if text.endswith("\nON CONFLICT DO NOTHING"):
             text = text.removesuffix("\nON CONFLICT DO NOTHING").replace("INSERT", "INSERT IGNORE")
-    return Query(_adapt(text, vendor), _adapt(reread, vendor))
+    return _adapt(text, vendor), _adapt(reread, vendor)
 
 
 def _adapt(text: str, vendor: str) -> str:

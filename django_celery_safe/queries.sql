@@ -18,7 +18,7 @@ INSERT INTO django_celery_safe_outboxmessage (
     :task, :task_id, :properties, _binary :body, :chord, :chord_calls, :attempt, :token, NOW,
     AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', '', ''
 )
-RETURNING id, task_id
+RETURNING id
 
 -- rewrite_message --
 UPDATE django_celery_safe_outboxmessage
@@ -57,12 +57,8 @@ DELETE FROM django_celery_safe_outboxmessage WHERE id IN (:ids) AND token = :tok
 
 -- keep_sent --
 UPDATE django_celery_safe_outboxmessage
-SET state = 'sent', due_at = NULL, token = '', sent_at = NOW, error = ''
-WHERE id IN (:ids) AND token = :token
-
--- carry_sent --
-UPDATE django_celery_safe_outboxmessage
-SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0
+SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0,
+    error = COALESCE(:error, error)
 WHERE id IN (:ids) AND token = :token
 
 -- await_eta --

@@ -7,14 +7,14 @@ from typing import Any
 
 from django.db.backends.signals import connection_created
 
-from django_celery_safe.delivery import worker
+from django_celery_safe.delivery import endings
 
 
 def settle() -> None:
     """Wait until all that signals of Celery's have started in the background is done."""
-    if worker._background is not None:
-        worker._background.shutdown(wait=True)
-        worker._background = None
+    if endings._background is not None:
+        endings._background.shutdown(wait=True)
+        endings._background = None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock, find_lock, idempotent, stages
 from django_celery_safe.models import OutboxMessage, StageRun
-from django_celery_safe.pruning import prune_some
+from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import lock_lost
 from tests.app.models import Person

@@ -23,8 +23,8 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
-from django_celery_safe.pruning import prune_some
 from django_celery_safe.sending import housekeeping
+from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.stages import Status, step_table
 from django_celery_safe.tasks import relay_outbox

@@ -30,7 +30,7 @@ from ..exceptions import InvalidResult
 from ..leases.claim import LONGEST_RESULT
 from ..leases.holder import HOST, Holder
 from ..sending import SafeTaskMixin
-from ..sending.carried import find_run
+from ..sending.carried_run import find_run
 from ..sending.outbox import Outbox
 from ..values import NotPlain, encode
 from .results import AnyResult, AnyTask, list_workers, make_error, make_result, path_of, set_on

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 
 from ..delivery.copies import mark_end
-from ..delivery.endings import Outcome
+from ..delivery.endings import Outcome, in_background, is_dead_soon
 from ..delivery.header import Header
-from ..delivery.worker import in_background, is_dead_soon
 from ..leases.holder import place_names
 from ..locks import HeldLock
 from ..locks.stores import get_store

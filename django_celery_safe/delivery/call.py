@@ -1,5 +1,5 @@
 """
-One call of a function that one of our decorators wraps: its message, and its arguments.
+One call of a function that one of our decorators wraps: its message, its arguments, its wrappers.
 
 Celery may call a task's function for a message or eagerly. Other code may also call it
 directly, even the task itself during its own run.
@@ -13,16 +13,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache, partial, wraps
 from types import MethodType
 from typing import Any, Final, TypeAlias
 
 from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
+from django.utils.module_loading import import_string
 
 from ..compat import dump_models, has_models
 from ..exceptions import ConfigurationError
+from .header import get_header
 
 #: A function that a task runs or a decorator wraps, and the arguments of a call.
 Function: TypeAlias = Callable[..., Any]
@@ -33,6 +35,13 @@ Kwargs: TypeAlias = Mapping[str, Any]
 SKIP_CHECKS: Final = "CELERY_SKIP_CHECKS"
 #: Last parts of qualified names that identify no function: many in a module may share them.
 _NAMELESS: Final = ("", "_", "<lambda>")
+#: The wrappers, the outermost first, each after the header field with which a message requests it:
+#: called with a task, its request, the function to run, and its arguments; may run it or not.
+WRAPPERS: Final = (
+    ("attempt", "sending.carried.run_carried"),
+    ("options", "concurrency.guard.run_as_asked"),
+    ("step", "stages.step_tasks.run_plain"),
+)
 
 #: The functions that run in this context, each with the id of the task whose message it
 #: runs for. A call of such a function during its own run is a direct call, although Celery
@@ -42,17 +51,38 @@ _running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
 )
 
 
+@cache
+def find_higher(path: str) -> Any:
+    """Return a name of a higher room, of which a lower one knows only this text."""
+    return import_string(f"django_celery_safe.{path}")
+
+
+def wrap_run(task: Any) -> Function:
+    """Return the task's ``run`` with the wrappers that the header of each message requests."""
+    run = task.run
+
+    @wraps(run)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        header, inner = get_header(task.request), run
+        if not header or (request := find_request(task, run)) is None:
+            return run(*args, **kwargs)
+        for field, path in reversed(WRAPPERS):
+            if field in header:
+                inner = partial(find_higher(path), task, request, inner)
+        return inner(*args, **kwargs)
+
+    return wrapped
+
+
 def load_tasks(app: Any) -> None:
     """Import all task modules of an app, as a worker does when it starts."""
-    before = os.environ.get(SKIP_CHECKS)
+    before = os.environ.get(SKIP_CHECKS, "")
     # Otherwise Celery's Django fixup would run all of the project's checks.
     os.environ[SKIP_CHECKS] = "1"
     try:
         app.loader.import_default_modules()
     finally:
-        os.environ.pop(SKIP_CHECKS, None)
-        if before is not None:
-            os.environ[SKIP_CHECKS] = before
+        os.environ[SKIP_CHECKS] = before
 
 
 def find_call(
@@ -66,43 +96,32 @@ def find_call(
         direct call; and whether the first argument is not from the message: the task, with
         ``bind=True``, or the ``TaskContext`` of a Django task.
     """
-    current = get_current_task()
-    task = _find_task(decorated, args, current)
+    task = _find_task(decorated, args, get_current_task())
     context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
     bound = bool(args) and isinstance(args[0], (Task, context))
-    return task, _find_request(task, function, current), bound
+    return task, find_request(task, function), bound
 
 
 def _find_task(decorated: Function, args: Args, current: Any) -> Any:
     # With bind=True, or in the run() of a task class, the first argument is the task.
-    if (
-        args
-        and isinstance(args[0], Task)
-        and (_runs(args[0], decorated) or _inherits(args[0], decorated))
-    ):
+    if args and isinstance(args[0], Task) and _runs(args[0], decorated):
         return args[0]
     if current is not None and _has_layer(current.run, decorated):
         return current
     # task.run(...) called directly, or inside another task.
     tasks = current_app.tasks.values()
-    return next((task for task in tasks if _runs(task, decorated)), None)
+    return next((task for task in tasks if _has_layer(task.run, decorated)), None)
 
 
 def find_request(task: Any, function: Function) -> Context | None:
     """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
-    return _find_request(task, function, get_current_task())
-
-
-def _find_request(task: Any, function: Function, current: Any) -> Context | None:
+    current = get_current_task()
     if task is None or current is None:
         return None
     # By its request: a tracer may run a proxy of the task.
     request: Context = task.request
-    if (
-        (current is not task and current.request is not request)
-        or request.called_directly
-        or (request.id, id(function)) in _running.get()
-    ):
+    is_other = current is not task and current.request is not request
+    if is_other or request.called_directly or (request.id, id(function)) in _running.get():
         return None
     return request
 
@@ -231,14 +250,9 @@ def layers(function: Any) -> list[Any]:
 
 
 def _runs(task: Any, decorated: Function) -> bool:
-    """Return whether ``task`` runs ``decorated``, possibly inside other wrappers."""
-    return _has_layer(task.run, decorated)
-
-
-def _inherits(task: Any, decorated: Function) -> bool:
-    """Return whether ``task`` overrides ``decorated``, and so may call it as ``super().run()``."""
+    """Return whether ``task`` runs ``decorated``, inside other wrappers or by ``super().run()``."""
     inherited = (vars(cls).get("run") for cls in type(task).__mro__)
-    return any(_has_layer(run, decorated) for run in inherited)
+    return any(_has_layer(run, decorated) for run in (task.run, *inherited))
 
 
 @lru_cache(maxsize=4096)

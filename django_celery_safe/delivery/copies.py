@@ -143,9 +143,7 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     delay, _ = _send(task, request, max(left, SHORTEST_DELAY), copy=True)
     facts = {"name": contender.name, "task": task.name, "task_id": request.id}
     TASK_OWN_COPY.emit(requeue_self, **facts, holder=str(contender.holder), delay=delay)
-    raise WillBeRedelivered(
-        f"Met {contender.name!r}, which is held; a copy of the message comes back"
-    )
+    raise WillBeRedelivered(f"Met {contender.name!r}, which is held; a copy comes back")
 
 
 def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
@@ -159,9 +157,18 @@ def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
         MessageGoesOn: An earlier run of the message has ended.
     """
     if store.peek(_end_marker(task, request)) is not None:
-        reason = "an earlier run of this message has ended"
-        TASK_NOT_RUN.emit(requeue_self, task=task.name, task_id=request.id, reason=reason)
-        raise MessageGoesOn(f"Not run: {reason}")
+        refuse_run(task, request, "an earlier run of this message has ended")
+
+
+def refuse_run(task: Any, request: Context, reason: str) -> NoReturn:
+    """
+    Report why a task is not run for its message.
+
+    Raises:
+        MessageGoesOn: Always.
+    """
+    TASK_NOT_RUN.emit(refuse_run, task=task.name, task_id=request.id, reason=reason)
+    raise MessageGoesOn(f"Not run: {reason}")
 
 
 def begin_or_requeue(
@@ -261,10 +268,7 @@ def _longest_delay(task: Any) -> float:
 def visibility_timeout(app: Any) -> float:
     """Return after how many seconds the app's kind of broker redelivers a message."""
     options = app.conf.broker_transport_options or {}
-    default = SQS_VISIBILITY_TIMEOUT if _broker_scheme(app) == "sqs" else VISIBILITY_TIMEOUT
-    return float(options.get("visibility_timeout", default))
-
-
-def _broker_scheme(app: Any) -> str:
     urls = app.conf.broker_write_url or app.conf.broker_url or ""
-    return str(urls if isinstance(urls, str) else urls[0]).partition(":")[0]
+    is_sqs = str(urls if isinstance(urls, str) else urls[0]).startswith("sqs:")
+    default = SQS_VISIBILITY_TIMEOUT if is_sqs else VISIBILITY_TIMEOUT
+    return float(options.get("visibility_timeout", default))

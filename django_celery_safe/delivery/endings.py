@@ -3,13 +3,17 @@ How messages end: what Celery reports, translated once.
 
 The process of a run reports how the run ends. A worker's main process reports runs whose process
 was killed, and messages that reach no run. Each report becomes an :class:`Outcome`, and the
-handlers of higher rooms write what is theirs.
+handlers of higher rooms write what is theirs: in background threads of a main process, because that
+process must not wait.
 """
 
 from __future__ import annotations
 
-import functools
 import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -18,14 +22,17 @@ from celery import signals, states
 from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
-from django.utils.module_loading import import_string
 
 from ..compat import acknowledges_timeout
+from ..exceptions import CelerySafeError
 from ..leases.claim import current_claims as _claims
 from ..leases.holder import HOST, Holder
-from .call import _running
+from ..texts import get_logger
+from .call import _running, find_higher
 from .copies import MessageGoesOn
 from .header import HEADER, Header, find_ours, get_header
+
+logger = get_logger(__name__)
 
 #: The handlers: a field of the header, kinds of outcomes, and a function. A handler gets the
 #: outcomes of these kinds that the process of a run reports, for messages with this field. It
@@ -33,15 +40,23 @@ from .header import HEADER, Header, find_ours, get_header
 #: texts, because this room must not import higher ones.
 HANDLERS: Final = (
     ("sent", ("over",), "concurrency.message_endings.settle"),
-    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried_endings.record"),
+    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried.record"),
 )
 #: The kinds of outcomes of which only the main process of a worker knows: a process was killed.
 DEATHS: Final = ("lost", "timed out", "cancelled", "re-sent", "terminated")
+#: Longest wait until a killed process has ended, s.
+LONGEST_DEATH: Final = 10.0
+#: Longest wait for the background threads before a fork, s.
+LONGEST_FORK: Final = 2.0
+#: Pause between two checks of a process, s.
+PAUSE: Final = 0.02
 
-_handler: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
 #: Requests that this worker has received, for as long as Celery keeps them. A redelivered
 #: message has another request with the same id.
 _received: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_background: ThreadPoolExecutor | None = None
+#: Work that the threads have not finished yet.
+_unfinished: set[Future[None]] = set()
 
 
 class Outcome(NamedTuple):
@@ -93,7 +108,7 @@ def connect() -> None:
         signal = getattr(signals, receiver.__name__.replace("_on", "task"))
         signal.connect(receiver, dispatch_uid=__name__)
     for _, _, path in HANDLERS:
-        _handler(path)  # imported now: a child of the pool inherits it
+        find_higher(path)  # imported now: a child of the pool inherits it
 
 
 def _on_received(request: Any, **kwargs: Any) -> None:
@@ -169,7 +184,7 @@ def _report_run(
     ended = getattr(request, "safe_ended", None)  # the field whose wrapper has recorded the end
     for field, kinds, path in HANDLERS:
         if field in found and field != ended and kind in kinds:
-            _handler(path)(Outcome(kind, task, request, error, comes_again))
+            find_higher(path)(Outcome(kind, task, request, error, comes_again))
 
 
 def _report_death(kind: str, task: Any, task_id: str, request: Any = None, **facts: Any) -> None:
@@ -183,7 +198,7 @@ def _report_death(kind: str, task: Any, task_id: str, request: Any = None, **fac
 
 def _report(outcome: Outcome) -> None:
     for _, _, path in HANDLERS:
-        _handler(path)(outcome)
+        find_higher(path)(outcome)
 
 
 def _find(task_id: str) -> list[Any]:
@@ -193,4 +208,79 @@ def _find(task_id: str) -> list[Any]:
     return [request for request in found if request is not None and request.id == task_id]
 
 
-os.register_at_fork(after_in_child=_received.clear)
+def is_dead_soon(pid: int) -> bool:
+    """Wait up to ``LONGEST_DEATH`` for a child process to end; return whether it has ended."""
+    give_up_at = time.monotonic() + LONGEST_DEATH
+    while not _is_dead(pid):
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(PAUSE)
+    return True
+
+
+def _is_dead(pid: int) -> bool:
+    if hasattr(os, "waitid"):
+        # The pool reaps its children only every few seconds; WNOWAIT leaves that to the pool.
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # the pid now belongs to another user's process
+    return False
+
+
+def in_background(
+    work: Callable[[], object], close: Callable[[], None], failure: str
+) -> Future[None]:
+    """
+    Run ``work`` in a thread: the worker's main loop must not wait long for a store or a death.
+
+    Args:
+        close: Closes the connections that ``work`` opened.
+        failure: The log message if ``work`` fails.
+
+    Returns:
+        A future that is done when ``work`` has ended, whether it failed or not.
+    """
+    global _background
+    if _background is None:
+        _background = ThreadPoolExecutor(4, thread_name_prefix="django_celery_safe worker")
+    future = _background.submit(_do_safely, work, close, failure)
+    _unfinished.add(future)
+    future.add_done_callback(_unfinished.discard)
+    return future
+
+
+def _do_safely(work: Callable[[], object], close: Callable[[], None], failure: str) -> None:
+    try:
+        try:
+            work()
+        finally:
+            close()
+    except CelerySafeError as error:
+        logger.warning("%s %s", failure, error)
+    except Exception:
+        logger.exception("%s", failure)
+
+
+def _let_threads_end() -> None:
+    """
+    Wait for the threads before the pool forks the child that replaces a dead one.
+
+    A mutex that a thread holds during the fork, such as the mutex of SQLite's memory, stays
+    locked in the child for ever, so the child's first query would never return.
+    """
+    wait(list(_unfinished), LONGEST_FORK)
+
+
+def _forget_parent() -> None:
+    global _background
+    _background = None
+    _unfinished.clear()
+    _received.clear()
+
+
+os.register_at_fork(before=_let_threads_end, after_in_child=_forget_parent)

@@ -32,13 +32,6 @@ def _is_lease(value: Any) -> bool:
     return is_number and conf.SHORTEST_LEASE <= value <= conf.LONGEST_LEASE
 
 
-def _is_description(value: object) -> bool:
-    names = {"backend", "queue_name", "run_after", "enqueued_at"}
-    if not isinstance(value, dict) or value.keys() != names:
-        return False
-    return all(isinstance(text, str) for text in value.values())
-
-
 #: All fields of the header, each with its type, or a function that returns whether a value is
 #: possible.
 _FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
@@ -65,7 +58,7 @@ _FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
     # The id of the step that the message runs.
     "step": lambda value: type(value) is int,
     # How a Django task was enqueued.
-    "django_task": _is_description,
+    "django_task": dict,
 }
 #: The fields that the caller of a send may set. A send drops all other fields from the caller's
 #: header, and sets them itself.
@@ -124,12 +117,8 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
     ]
     if not wrong:
         return cast("Header", found)
-    logger.warning(
-        "The header %r of a message for %s has values that mean nothing, and are ignored: %s.",
-        HEADER,
-        task,
-        ", ".join(wrong),
-    )
+    text = "The header %r of a message for %s has values that mean nothing, and are ignored: %s."
+    logger.warning(text, HEADER, task, ", ".join(wrong))
     return {name: value for name, value in found.items() if name not in wrong}
 
 

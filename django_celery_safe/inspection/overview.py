@@ -18,8 +18,7 @@ from django.utils.formats import number_format
 from ..databases import Now
 from ..locks import iter_locks
 from ..models.listing import seconds_between
-from ..models.outbox import OutboxMessage
-from ..models.outbox_relay import OutboxRelay
+from ..models.outbox import OutboxMessage, OutboxRelay
 
 #: Up to how many rows or locks are counted: "10,000+" tells an operator enough.
 MOST: Final = 10_000
@@ -97,7 +96,8 @@ def outbox_figures(alias: str) -> OutboxFigures:
 
 def find_relay(alias: str) -> OutboxRelay | None:
     """Return the relay that was seen last in a database; None: no relay was ever seen."""
-    return OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
+    relay: OutboxRelay | None = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
+    return relay
 
 
 def lock_figures() -> tuple[dict[str, int], int]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from .idempotency import IdempotencyRecord
 from .locks import DatabaseLock, Lock
-from .outbox import OutboxMessage
-from .outbox_relay import OutboxRelay
+from .outbox import OutboxMessage, OutboxRelay
 from .stages import StageRun, StageStep
 
 __all__ = [

@@ -1,6 +1,12 @@
-"""The outbox: committed messages, kept until a broker has them or until their task is done."""
+"""
+The outbox: committed messages, kept until a broker has them or until their task is done.
+
+Beside them is the heartbeat of their relays.
+"""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 from django.db import models
 from django.db.models import Q
@@ -9,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
-from ..resuming.cursor import Cursor
+from ..resuming.checkpoints import Cursor
 from ..sending.serialization import find_arguments
 from ..texts import LONGEST_TYPE, duration, storable
 from .columns import ExactCharField, ExactTextField, partial_index
@@ -170,12 +176,32 @@ class OutboxMessage(ListedRow):
             True if the message is dead now.
         """
         row = type(self).objects.using(self._state.db).claimed(self.token).filter(pk=self.pk)
+        delay = min(SHORTEST_DELAY * 2**self.attempts, LONGEST_DELAY)
         self.attempts += 1
-        self.error = error = storable(error)
-        if self.attempts >= attempts:
-            ended = {"state": State.DEAD, "due_at": None, "ended_at": Now(), "token": ""}
-            row.update(attempts=self.attempts, error=error, **ended)
-            return True
-        delay = min(SHORTEST_DELAY * 2 ** (self.attempts - 1), LONGEST_DELAY)
-        row.update(attempts=self.attempts, error=error, due_at=Now() + delay, token="")
-        return False
+        is_dead = self.attempts >= attempts
+        values: dict[str, Any] = {"due_at": Now() + delay}
+        if is_dead:
+            values = {"state": State.DEAD, "due_at": None, "ended_at": Now()}
+        row.update(attempts=self.attempts, error=storable(error), token="", **values)
+        return is_dead
+
+
+class OutboxRelay(ListedRow):
+    """The relays' heartbeat: one row that every relay updates."""
+
+    host = models.CharField(max_length=255)
+    pid = models.IntegerField()
+    seen_at = models.DateTimeField()
+
+    objects: ClassVar[models.Manager[OutboxRelay]] = models.Manager()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.host} pid {self.pid}"
+
+    @property
+    def ago_s(self) -> float:
+        """Seconds since it was seen."""
+        return max(0.0, self.seconds_since(self.seen_at) or 0.0)

@@ -7,14 +7,14 @@ that comes back, finds what is recorded, and only goes on from there.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from django.db import DEFAULT_DB_ALIAS
-from django.utils.module_loading import import_string
 
+from ..delivery.call import find_higher
 from ..delivery.header import Header
+from ..events import MESSAGE_FAILED
 from ..exceptions import find_soft_time_limit
 from ..texts import text_of
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 #: The result None as JSON. An empty text would mean that the task is not finished.
 NOTHING: Final = "null"
-#: The class of followers. As a text, because this room knows nothing of higher ones.
-FOLLOWER: Final = "django_celery_safe.stages.follower.StepFollower"
 
 
 class Fault(NamedTuple):
@@ -54,11 +52,8 @@ def find_follower(header: Header) -> StepFollower | None:
     """Return what follows the message with this header; None: nothing of this package."""
     if "step" not in header:
         return None
-    cls: type[StepFollower] = _load(FOLLOWER)
+    cls: type[StepFollower] = find_higher("stages.follower.StepFollower")
     return cls(header["step"], header.get("using", DEFAULT_DB_ALIAS))
-
-
-_load = lru_cache(import_string)
 
 
 def fail_message(
@@ -78,3 +73,17 @@ def fail_message(
         failed: bool = row.fail_task(token, *fault)
         return failed
     return follower.fail(task_id, lambda: bool(row.claimed(token).erase()), fault)
+
+
+def fail_unrun(header: Header, message: Any, row: Any, token: str, fault: Fault) -> bool:
+    """
+    Fail a message, and what follows it, without a run that could; see :func:`fail_message`.
+
+    Args:
+        message: The message, as it was found.
+    """
+    follower, task_id = find_follower(header), message.task_id
+    ours = fail_message(follower, task_id, row, token, fault)
+    if ours and follower is None:
+        MESSAGE_FAILED.emit(fail_unrun, task=message.task, task_id=task_id, error=str(fault))
+    return ours

@@ -1,25 +1,29 @@
 """
 A relay's housekeeping: its heartbeat, and deleting old rows, also those of other rooms.
 
-A turn deletes a limited number of them, and the next one goes on. If that fails, the error is
-logged, and neither the others nor the outbox stop.
+Rows are deleted in batches, so that no transaction and no lock is long. A turn deletes a limited
+number of them, and the next one goes on. If that fails, the error is logged, and neither the others
+nor the outbox stop. Any number of relays may delete at the same time: each skips the rows that
+another has locked.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 from celery.exceptions import SoftTimeLimitExceeded
-from django.utils.module_loading import import_string
+from django.db import connections, transaction
 
 from .. import conf
 from ..databases import Now
+from ..delivery.call import find_higher
 from ..leases.holder import HOST
-from ..pruning import BATCH, prune_some
 from ..texts import describe_error, get_logger
-from ..transactions import lacks_table
+from ..transactions import Attempts, lacks_table
+from .message_table import message_table
 
 if TYPE_CHECKING:
     from ..models.message_states import OutboxMessages
@@ -29,37 +33,17 @@ logger = get_logger(__name__)
 #: Time between two turns of a relay, s, and the time if a turn left rows to delete.
 MINUTE: Final = 60.0
 AGAIN: Final = 5.0
-
-
-class Pruning(NamedTuple):
-    """
-    Rows that a relay deletes by their age.
-
-    Attributes:
-        rows: The plural name of the rows, such as "records".
-        module: The module with ``get_prunable``, which gets an alias and returns querysets of the
-            rows that may be deleted in that database now, each in the order of an index. As a
-            text: this room knows nothing of higher ones.
-        models: The names of the models whose tables it needs. In a database that lacks one of
-            these tables, a failure is not logged.
-        most: How many rows of each queryset a turn deletes at most.
-        batch: How many rows a transaction deletes at most.
-    """
-
-    rows: str
-    module: str
-    models: tuple[str, ...]
-    most: int = 10_000
-    batch: int = BATCH
-
-
-#: In the order of the chores. A run is deleted with its steps.
+#: Most rows that one transaction deletes. SQLite before 3.32 accepts 999 values in a statement.
+BATCH: Final = 500
+#: The rows that a relay deletes by their age, in the order of the chores: their plural name; the
+#: module with ``get_prunable``, which gets an alias and returns querysets of the rows that may be
+#: deleted in that database now, each in the order of an index; the names of the models whose tables
+#: it needs, as a failure in a database that lacks one is not logged; and how many rows of each
+#: queryset a turn deletes at most, and a transaction. A run is deleted with its steps.
 PRUNINGS: Final = (
-    Pruning("messages", "sending.housekeeping", ("OutboxMessage",)),
-    Pruning(
-        "runs of stages", "stages.step_table", ("StageRun", "StageStep", "OutboxMessage"), 100, 1
-    ),
-    Pruning("records", "idempotency.records", ("IdempotencyRecord",)),
+    ("messages", "sending.housekeeping", ("OutboxMessage",), 10_000, BATCH),
+    ("runs of stages", "stages.step_table", ("StageRun", "StageStep", "OutboxMessage"), 100, 1),
+    ("records", "idempotency.records", ("IdempotencyRecord",), 10_000, BATCH),
 )
 
 
@@ -86,40 +70,35 @@ class Housekeeping:
             return
         self._beat()
         self._next_at = time.monotonic() + MINUTE
-        if True in [self._prune(pruning) for pruning in PRUNINGS]:
+        if True in [self._prune(*pruning) for pruning in PRUNINGS]:
             self._next_at = time.monotonic() + AGAIN
 
     def _beat(self) -> None:
-        from ..models.outbox_relay import OutboxRelay  # needs the app registry
+        from ..models.outbox import OutboxRelay  # needs the app registry
 
         relays = OutboxRelay.objects.using(self._using)
         seen = {"host": HOST, "pid": os.getpid(), "seen_at": Now()}
         if not relays.filter(pk=1).update(**seen):
             relays.bulk_create([OutboxRelay(pk=1, **seen)], ignore_conflicts=True)
-        _messages(self._using).recall()
+        message_table(self._using).all().recall()
 
-    def _prune(self, pruning: Pruning) -> bool:
-        """Delete some old rows; return whether the next turn should follow soon."""
+    def _prune(self, kind: str, module: str, models: tuple[str, ...], *limits: int) -> bool:
+        """Delete some old rows, as ``PRUNINGS`` says; return whether there may be more."""
         try:
-            path = f"django_celery_safe.{pruning.module}.get_prunable"
-            found = import_string(path)(self._using)
-            return True in [prune_some(rows, pruning.most, pruning.batch) for rows in found]
+            found = find_higher(f"{module}.get_prunable")(self._using)
+            return True in [prune_some(rows, *limits) for rows in found]
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - it must not stop the outbox
-            if not lacks_table(self._using, *pruning.models):
-                logger.error(
-                    "The old %s in %r could not be deleted: %s",
-                    pruning.rows,
-                    self._using,
-                    describe_error(error),
-                )
+            if not lacks_table(self._using, *models):
+                text = "The old %s in %r could not be deleted: %s"
+                logger.error(text, kind, self._using, describe_error(error))
             return False
 
 
 def get_prunable(alias: str) -> list[OutboxMessages]:
     """Return querysets of the messages whose retention has expired."""
-    rows, found = _messages(alias), []
+    rows, found = message_table(alias).all(), []
     if (age := conf.retention("sent")) is not None:
         found += [rows.sent_before(age), rows.done().ended_before(age)]
     if (age := conf.retention("failed")) is not None:
@@ -127,7 +106,32 @@ def get_prunable(alias: str) -> list[OutboxMessages]:
     return found
 
 
-def _messages(alias: str) -> OutboxMessages:
-    from ..models.outbox import OutboxMessage  # needs the app registry
+def prune_some(rows: Any, most: int, batch: int = BATCH) -> bool:
+    """
+    Delete the first of these rows in their order, which an index has to support.
 
-    return OutboxMessage.objects.using(alias)
+    Args:
+        rows: A queryset that has ``erase()``.
+        most: The maximum number of rows to delete.
+        batch: The maximum number of rows that a transaction deletes.
+
+    Returns:
+        Whether there may be more rows.
+    """
+    return all(_erase_batch(rows, batch) == batch for _ in range(most // batch))
+
+
+def _erase_batch(rows: Any, limit: int) -> int:
+    """Delete the first rows; return how many were found."""
+    found: list[Any] = []
+    # Elsewhere a write locks the whole database, so the search for the rows holds no lock.
+    skips = connections[rows.db].features.has_select_for_update_skip_locked
+    for attempt in Attempts(rows.db, "A deletion of old rows"):
+        with attempt, transaction.atomic(using=rows.db) if skips else nullcontext():
+            chosen = rows.select_for_update(skip_locked=True) if skips else rows
+            found = list(chosen.values_list("pk", flat=True)[:limit])
+            attempt.is_won = True
+            if found:
+                # Filter again under the locks, because a subquery's answer may have changed.
+                rows.filter(pk__in=found).erase()
+    return len(found)

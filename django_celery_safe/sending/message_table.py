@@ -45,7 +45,7 @@ class Next(NamedTuple):
     """
 
     after: float | None
-    how: str = "carry_sent"
+    how: str = "keep_sent"
     error: str | None = None
 
 
@@ -96,9 +96,8 @@ class MessageTable(LeaseTable):
 
     def move(self, name: str, token: str, **values: Any) -> bool:
         """Record how far a task got, which lives on; return whether the claim held the row."""
-        return bool(
-            queries.execute(self.alias, "move_message", attempt=name, token=token, **values)
-        )
+        values |= {"attempt": name, "token": token}
+        return bool(queries.execute(self.alias, "move_message", **values))
 
     def end(self, name: str, token: str, returned: str = "") -> bool:
         """
@@ -136,7 +135,7 @@ class MessageTable(LeaseTable):
         for then in sorted(alike, key=lambda one: one.how == "give_back"):
             name, error = then.how, then.error and storable(then.error)
             if then.after is None:
-                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
+                name, error = "keep_sent" if conf.keeps_sent() else "erase_sent", ""
             values = {"token": token, "wait": then.after, "error": error}
             queries.execute(self.alias, name, alike[then], **values)
 

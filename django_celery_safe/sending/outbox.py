@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -187,29 +188,23 @@ def _insert(sender: OutboxSender, rows: Sequence[MessageColumns]) -> list[int]:
             f"The database {alias!r} ({connection.vendor}) can't hold an outbox, since its INSERT "
             f"returns no keys. SQLite's does since 3.35."
         )
-    returned, claim = dict[str, list[int]](), {"token": sender.token, "held": sender.held}
-    if len(rows) == 1:
-        found, first = queries.insert(alias, "add_messages", [rows[0]._asdict() | claim])
-        return [found[0][0] if found else first]
+    keys, claim = list[int](), {"token": sender.token, "held": sender.held}
     most_bytes = PACKET_BYTES if is_mysql else None
     for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes):
         values = [row._asdict() | claim for row in part]
         found, first = queries.insert(alias, "add_messages", values)
-        for key, task_id in found or _find_inserted(alias, first, part):
-            returned.setdefault(task_id, []).append(key)
-    # No database returns keys in a certain order, and two messages may have one task id.
-    for keys in returned.values():
-        keys.sort(reverse=True)
-    return [returned[row.task_id].pop() for row in rows]
+        # Rows get ascending keys, whatever the order in which a database returns these.
+        keys += sorted(key for (key,) in found) or _find_inserted(alias, first, part)
+    return keys
 
 
-def _find_inserted(
-    alias: str, first: int, rows: Sequence[MessageColumns]
-) -> Iterable[tuple[int, str]]:
+def _find_inserted(alias: str, first: int, rows: Sequence[MessageColumns]) -> list[int]:
     """Return the keys of rows that were just inserted; MySQL reports only the first."""
+    if len(rows) == 1:
+        return [first]
     names = {row.task_id for row in rows}
     found = message_table(alias).all().filter(pk__gte=first, task_id__in=names).order_by("pk")
-    return list(found.values_list("pk", "task_id")[: len(rows)])
+    return list(found.values_list("pk", flat=True)[: len(rows)])
 
 
 def outbox_aliases() -> list[str]:
@@ -222,34 +217,35 @@ def outbox_aliases() -> list[str]:
 
     found = []
     for alias in connections:
-        connection = connections[alias]
-        if connection.settings_dict["TEST"].get("MIRROR"):
-            continue  # a replica
-        if not is_tested(alias) or not router.allow_migrate_model(alias, OutboxMessage):
+        is_replica = connections[alias].settings_dict["TEST"].get("MIRROR")
+        if is_replica or not is_tested(alias):
             continue
-        try:
+        if not router.allow_migrate_model(alias, OutboxMessage):
+            continue
+        with suppress(DatabaseError):
             if lacks_table(alias, OutboxMessage.__name__):
                 continue
             if is_read_only(alias):
                 logger.info("The outbox of %r is left alone, since it is read-only.", alias)
                 continue
-            found.append(alias)
-        except DatabaseError:
-            found.append(alias)
+        found.append(alias)
     return found
 
 
 def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
     """Return whether a canvas goes through the outbox by default: as its parts request."""
-    if (wanted := signature.options.get("outbox")) is not None:
-        chosen: Outbox = conf.outbox(wanted)
-        return chosen
-    asked: list[Outbox] = []
-    for part in iter_leaves(app, signature):
-        wanted = part.options.get("outbox")
-        task = app.tasks.get(str(part.task))
-        asked.append(task_wants_outbox(task) if wanted is None else conf.outbox(wanted))
+    if signature.options.get("outbox") is not None:
+        return leaf_wants_outbox(app, signature)
+    asked = [leaf_wants_outbox(app, leaf) for leaf in iter_leaves(app, signature)]
     return UNTIL_DONE if UNTIL_DONE in asked else any(asked)
+
+
+def leaf_wants_outbox(app: Celery, leaf: Signature[Any]) -> Outbox:
+    """Return whether a single task in a canvas goes through the outbox."""
+    if (wanted := leaf.options.get("outbox")) is None:
+        return task_wants_outbox(app.tasks.get(str(leaf.task)))
+    chosen: Outbox = conf.outbox(wanted)
+    return chosen
 
 
 def task_wants_outbox(task: Any) -> Outbox:

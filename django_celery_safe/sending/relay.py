@@ -20,34 +20,22 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import (
-    DEFAULT_DB_ALIAS,
-    IntegrityError,
-    InterfaceError,
-    InternalError,
-    OperationalError,
-    connections,
-)
+from django.db import DEFAULT_DB_ALIAS, IntegrityError, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
 from ..concurrency.sent import leave_period, seconds_until
 from ..databases import is_lost_race, refuse_untested
 from ..delivery.header import read_header
-from ..events import (
-    MESSAGE_BROUGHT_BACK,
-    MESSAGE_DEAD,
-    MESSAGE_FAILED,
-    TASK_NOT_RELAYED,
-    TASK_RELAYED,
-)
+from ..events import MESSAGE_BROUGHT_BACK, MESSAGE_DEAD, TASK_NOT_RELAYED, TASK_RELAYED
 from ..exceptions import ConfigurationError, LockBackendError
 from ..leases.holder import holder_text
 from ..leases.lease import clock
 from ..texts import describe_error, get_logger
+from ..transactions import DISCONNECTED
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Message
-from .followed import Fault, fail_message, find_follower
+from .followed import Fault, fail_unrun
 from .housekeeping import Housekeeping
 from .message_table import NOT_REACHED, Next, message_table
 from .outbox import EXPIRED, resend_delay, time_to_wait
@@ -179,7 +167,7 @@ class Relay:
             try:
                 self.housekeeping.take_turn_if_due()
                 found = self.relay_batch()
-            except (BrokerGone, OperationalError, InterfaceError, InternalError) as error:
+            except (BrokerGone, *DISCONNECTED) as error:
                 if isinstance(error, DatabaseError):
                     connections[self.using].close()
                 if is_lost_race(error):
@@ -294,13 +282,13 @@ class Relay:
         return claimed
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
-        if time.monotonic() > stop_at:
-            return  # another relay may claim these rows soon
         publisher = self._publishers[app] = Publisher(app, LONGEST_WAIT, patient=True)
-        free = [one for one in claimed if not one.needs]
-        if len(free) > 1 and publisher.publish_together([one.message for one in free]):
-            for one in free:
-                self._record_sent(one)
+        free = [one.message for one in claimed if not one.needs]
+        in_time = len(free) > 1 and time.monotonic() < stop_at
+        if in_time and publisher.publish_together(free):
+            for one in claimed:
+                if not one.needs:
+                    self._record_sent(one)
         unavailable: dict[str, str] = {}
         for one in claimed:
             if self._next.get(one.row.pk) != NOT_REACHED:
@@ -380,12 +368,9 @@ class Relay:
     def _end_expired(self, one: ClaimedMessage) -> None:
         """Fail a task that expired: some brokers drop its message, so no worker fails it."""
         self._next.pop(one.row.pk, None)
-        rows = self._rows.filter(pk=one.row.pk)
-        follower = find_follower(read_header(one.message.options["headers"], one.message.task))
-        fault = Fault(RuntimeError.__name__, EXPIRED)
-        ended = fail_message(follower, one.row.task_id, rows, self._token, fault)
-        if ended and follower is None:
-            MESSAGE_FAILED.emit(Relay, task=one.row.task, task_id=one.row.task_id, error=EXPIRED)
+        header = read_header(one.message.options["headers"], one.message.task)
+        fault, rows = Fault(RuntimeError.__name__, EXPIRED), self._rows.filter(pk=one.row.pk)
+        fail_unrun(header, one.row, rows, self._token, fault)
 
     def _announce(self) -> None:
         """Send ``task_sent`` for the batch after its rows are updated: receivers may be slow."""

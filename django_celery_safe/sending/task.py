@@ -14,19 +14,19 @@ from kombu.exceptions import EncodeError
 
 from .. import conf
 from ..concurrency.guard import find_guarded, name_lock
+from ..delivery.call import wrap_run
 from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import HEADER, Header, read_given_fields, read_header
-from ..delivery.wrappers import wrap_run
 from ..events import SENT_IN_ATOMIC
 from ..exceptions import ConfigurationError, NotSerializable, TaskPoisoned
-from ..resuming.handing_over import HandedOver
+from ..resuming.checkpoints import HandedOver
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic
 from ..usage import calling_line
 from .arguments import check_arguments, explain, refuse_misspelt
 from .capture import CAPTURED
-from .carried import find_run, is_by_row
-from .carried_class import wrap_class
+from .carried import wrap_class
+from .carried_run import find_run, is_by_row
 from .commit import hold, must_wait, run_task_on_commit
 from .deduplicate import SIGNATURES, Call, lock_fields, pass_on, run_with_lock, send_once
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox

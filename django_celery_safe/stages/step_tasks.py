@@ -23,7 +23,7 @@ from ..delivery.call import (
 from ..delivery.header import get_header
 from ..exceptions import ConfigurationError, InvalidResult
 from ..locks.misuse import refuse_misplaced
-from ..sending.carried import Run, find_run
+from ..sending.carried_run import Run, find_run
 from ..sending.followed import Fault, find_follower
 from .follower import STEP_RESULT, Outcome, StepFollower
 

@@ -19,7 +19,7 @@ from kombu.serialization import prepare_accept_content
 
 from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
-from ..resuming.cursor import Cursor
+from ..resuming.checkpoints import Cursor
 from ..sending.deduplicate import publish_once
 from ..sending.message_table import Next, message_table
 from ..sending.outbox import resend_delay

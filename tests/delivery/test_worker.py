@@ -7,9 +7,9 @@ from threading import Event, Timer
 import pytest
 from celery.app.task import Context
 
-from django_celery_safe.delivery import worker
+from django_celery_safe.delivery import endings
 from django_celery_safe.delivery.call import run_for
-from django_celery_safe.delivery.worker import in_background
+from django_celery_safe.delivery.endings import in_background
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 
@@ -19,7 +19,7 @@ __all__ = ["mailbox"]
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_new_child_waits_for_background_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """No child is forked while a thread may hold a mutex that the child would inherit locked."""
-    monkeypatch.setattr(worker, "LONGEST_FORK", 60.0)
+    monkeypatch.setattr(endings, "LONGEST_FORK", 60.0)
     may_end, has_ended = Event(), Event()
 
     def work() -> None:

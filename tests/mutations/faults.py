@@ -191,7 +191,7 @@ delivery.header:read_header: a header that was copied to another task's message 
 delivery.header:is_token: a forged token of another length cuts a lock's value in the wrong place
 -isinstance(value, str) and _TOKEN.fullmatch(value) is not None
 +isinstance(value, str)
-delivery.wrappers:wrap_run: a carried run ends its row inside of its lock
+delivery.call:wrap_run: a carried run ends its row inside of its lock
 -in reversed(WRAPPERS)
 +in WRAPPERS
 delivery.endings:_on_prerun: a run that a time limit ended is still there for the next one
@@ -240,18 +240,18 @@ sending.relay:ClaimedMessage.is_expired: a message that expired is sent again
 sending.relay:Relay._settle: what a relay could not send waits a minute for another one
 -record_sent(self._token, self._next)
 +record_sent(self._token, {k: n for k, n in self._next.items() if n != NOT_REACHED})
-sending.carried_endings:_follow_death: a carried task whose process was killed waits for the end of
-  its lease
+sending.carried:_follow_death: a carried task whose process was killed waits for the end of its
+  lease
 -.update(due_at=Now())
-sending.carried:Run.end: a finished task's recorded result is overwritten by its return value
+sending.carried_run:Run.end: a finished task's recorded result is overwritten by its return value
 -"" if self.claim.is_finished else
 +"" if False else
-sending.carried:Run._come_again: a carried task that is retried or requeued counts as done
--return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
+sending.carried_run:Run._come_again: a carried task that is retried or requeued counts as done
+-return self._put_back(error, delay)
 +return self.end()
-sending.carried_claim:claim_message: a carried task that runs already is run a second time
--return "another process runs it" if found.state == "running" else
-+return claim, found if found.state == "running" else
+sending.carried_run:claim_message: a carried task that runs already is run a second time
+-return refuse_run(task, request, reason)
++return claim, found
 sending.task:SafeTaskMixin._waits_for_commit: the next link of a carried chain is not carried
 -carried = outbox == UNTIL_DONE and ours.get("outbox") is None
 +carried = False
@@ -332,7 +332,7 @@ transactions:in_atomic: inside a TestCase nothing is sent on commit
 transactions:Attempts.__exit__: a transaction that has begun its work is repeated, with the work
 -if self.is_won or not
 +if not
-pruning:prune_some: only the first batch of old rows is deleted
+sending.housekeeping:prune_some: only the first batch of old rows is deleted
 -range(most // batch)
 +range(1)
 conf:retentions: a misspelt retention is ignored
@@ -364,25 +364,25 @@ stages.engine:stop: aborting a run changes steps that have succeeded
 -.filter(run=run.pk).waiting()
 +.filter(run=run.pk)
 [resuming]
-resuming.walks:Rows.read: the last row of a chunk is walked again
+resuming.loop:Rows.read: the last row of a chunk is walked again
 -__gt
 +__gte
-resuming.chunks:Chunk.commit: a loop whose work another process does goes on
+resuming.loop:Chunk.commit: a loop whose work another process does goes on
 -lost.raise_lost()
 +pass
-resuming.chunks:Chunk.open: a chunk that a traceback keeps stays open behind the end of its task
+resuming.loop:Chunk.open: a chunk that a traceback keeps stays open behind the end of its task
 -self._claim.abandon_chunk = self.abandon
 +pass
-resuming.cursor:begin_walk: the cursor of one loop is taken for that of another
+resuming.checkpoints:begin_walk: the cursor of one loop is taken for that of another
 -cursor.of != of
 +False
-resuming.cursor:record: a task goes on at the place of a key inside it
+resuming.checkpoints:record: a task goes on at the place of a key inside it
 -text if one is claim else None
 +text
-resuming.cursor:record: a task that kills its processes at one place is run for ever
+resuming.checkpoints:record: a task that kills its processes at one place is run for ever
 -moved = text != claim.place
 +moved = True
-resuming.handing_over:hand_over_if_told: a task that catches all errors counts as done when it was
+resuming.checkpoints:hand_over_if_told: a task that catches all errors counts as done when it was
   handed over
 -one.handed_over = HandedOver
 +raise HandedOver

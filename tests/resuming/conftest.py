@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 from celery import signals
 
-from django_celery_safe.resuming import handing_over
-from tests.sending.conftest import alias as alias
+from django_celery_safe.resuming import checkpoints
 from tests.sending.conftest import carried as carried
 from tests.sending.conftest import mailbox as mailbox
 
@@ -14,5 +13,5 @@ from tests.sending.conftest import mailbox as mailbox
 @pytest.fixture
 def shut_down(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
     """Say, as Celery does, that the worker of this process shuts down."""
-    monkeypatch.setattr(handing_over, "_shared", bytearray(1))
+    monkeypatch.setattr(checkpoints, "_shared", bytearray(1))
     return lambda: signals.worker_shutting_down.send("me", sig="TERM", how="Warm", exitcode=0)

@@ -1,7 +1,7 @@
 """A relay's chores for runs of stages, done at once."""
 
 from django_celery_safe.models import StageRun
-from django_celery_safe.pruning import prune_some
+from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.stages.step_table import get_prunable
 
 

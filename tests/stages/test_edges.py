@@ -37,7 +37,7 @@ def statuses(run: StageRun) -> tuple[str, str]:
 def of_unknown_task(message: Any) -> None:
     """Tell what a worker tells that does not know the task of a message."""
     name = message.headers["task"]
-    task_unknown.send(sender=None, message=message, name=name, id=message.id, exc=None)
+    task_unknown.send(sender=None, message=message, name=name, id=message.id, exc=KeyError(name))
 
 
 def test_a_worker_that_drops_a_message(staged: Staged) -> None:

@@ -13,8 +13,8 @@ from pytest_django import Settings
 from django_celery_safe import current_claim
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
-from django_celery_safe.pruning import prune_some
 from django_celery_safe.sending.followed import Fault
+from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_failed, run_ended
 from django_celery_safe.stages import Status

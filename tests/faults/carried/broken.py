@@ -12,9 +12,9 @@ from django.db.models import Q
 
 from django_celery_safe.databases import Now
 from django_celery_safe.models.message_states import OutboxMessages
-from django_celery_safe.sending import carried
+from django_celery_safe.sending import carried_run
 from django_celery_safe.sending import relay as relaying
-from django_celery_safe.sending.carried_claim import MessageClaim
+from django_celery_safe.sending.carried_run import MessageClaim
 
 #: Has the fault that a worker is to have, see ``use_chosen``.
 VARIABLE: Final = "SAFE_TESTS_BROKEN_CARRYING"
@@ -23,12 +23,12 @@ VARIABLE: Final = "SAFE_TESTS_BROKEN_CARRYING"
 def use_chosen() -> None:
     """Let this process have the fault that the environment names, if that is one of workers."""
     if os.environ.get(VARIABLE) == "no-token":
-        carried.Run.end = end_without_token  # type: ignore[method-assign]
+        carried_run.Run.end = end_without_token  # type: ignore[method-assign]
     if os.environ.get(VARIABLE) == "done-first":
         MessageClaim.begin = begin_done  # type: ignore[method-assign]
 
 
-def end_without_token(run: carried.Run, follow: Any = None) -> bool:
+def end_without_token(run: carried_run.Run, follow: Any = None) -> bool:
     """End a task's row, whoever has it by now."""
     ended = bool(run.claim.table.at(run.claim.name).erase())
     if ended and follow is not None:

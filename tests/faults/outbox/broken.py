@@ -30,7 +30,7 @@ class CursorRelay(relay.Relay):
         self._rows = OutboxMessagesByCursor(OutboxMessage, using=self.using)
 
     def _settle(self) -> None:
-        if sent := [pk for pk, then in self._next.items() if then.how == "carry_sent"]:
+        if sent := [pk for pk, then in self._next.items() if then.how == "keep_sent"]:
             note = self.cursor.with_name(f"cursor-{os.getpid()}")
             note.write_text(str(max(sent)))
             note.replace(self.cursor)

@@ -9,8 +9,8 @@ from celery import shared_task
 from django.db import connection, transaction
 
 from django_celery_safe import SafeTask, current_claim, resumable
-from django_celery_safe.resuming import chunks, walks
-from django_celery_safe.resuming.cursor import Cursor
+from django_celery_safe.resuming import loop
+from django_celery_safe.resuming.checkpoints import Cursor
 from tests.app.models import Person
 from tests.faults.scenario import enter, find_witness
 
@@ -53,14 +53,14 @@ def send(rows: int, tasks: int, pause: float) -> None:
 def break_worker(fault: str) -> None:
     """Let this process have a fault."""
     if fault == "cursor-first":
-        walks.Rows.read = read_after_cursor  # type: ignore[method-assign]
+        loop.Rows.read = read_after_cursor  # type: ignore[method-assign]
     if fault == "cursor-last":
-        chunks.Chunk.commit = commit_before_cursor  # type: ignore[method-assign]
+        loop.Chunk.commit = commit_before_cursor  # type: ignore[method-assign]
     if fault == "offset":
-        walks.Rows.read = read_by_offset  # type: ignore[method-assign]
+        loop.Rows.read = read_by_offset  # type: ignore[method-assign]
 
 
-read: Final = walks.Rows.read
+read: Final = loop.Rows.read
 
 
 def move_row(claim: Any, text: str) -> None:
@@ -68,7 +68,7 @@ def move_row(claim: Any, text: str) -> None:
     assert claim.table.move(claim.name, claim.token, cursor=text, lease=claim.seconds, moved=True)
 
 
-def read_after_cursor(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
+def read_after_cursor(rows: Any, at: Any, alias: str, most: int) -> loop.Part:
     """Commit the cursor behind a chunk before its writes."""
     part, claim = read(rows, at, alias, most), current_claim()
 
@@ -93,7 +93,7 @@ def commit_before_cursor(chunk: Any, cursor: Cursor) -> None:
     move_row(claim, cursor.encode())
 
 
-def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
+def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> loop.Part:
     """Count rows instead of going by their key."""
     begin = at or 0
     found = list(rows._rows.using(alias).order_by("pk")[begin : begin + most])
