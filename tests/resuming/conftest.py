@@ -6,7 +6,6 @@ import pytest
 from celery import signals
 
 from django_celery_safe.resuming import handing_over
-from tests.sending.conftest import alias as alias
 from tests.sending.conftest import carried as carried
 from tests.sending.conftest import mailbox as mailbox
 
