@@ -529,16 +529,15 @@ def test_the_checks_wait_until_the_pool_has_forked(
     with ServerPool() as servers:
         server: RedisServer = require(servers, RedisServer)
         settings.CACHES = {"default": {**REDIS, "LOCATION": server.url}}
-        server.pause()
-        try:
-            with CeleryWorker(
+        with (
+            server.silence(),
+            CeleryWorker(
                 "tests.app", arguments=("--include", __name__), env={FORKS: str(journal.path)}
-            ) as worker:
-                # Later ones would replace a child that a busy machine kept from starting.
-                forks = [entry["threads"] for entry in journal.entries()[:2]]
-                assert forks == [["MainThread"]] * 2
-                assert "W002" not in worker.log
-                server.resume()
-                wait_for(lambda: "django_celery_safe.W002" in worker.log, 20)
-        finally:
+            ) as worker,
+        ):
+            # Later ones would replace a child that a busy machine kept from starting.
+            forks = [entry["threads"] for entry in journal.entries()[:2]]
+            assert forks == [["MainThread"]] * 2
+            assert "W002" not in worker.log
             server.resume()
+            wait_for(lambda: "django_celery_safe.W002" in worker.log, 20)

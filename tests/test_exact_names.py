@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import pytest
-from django.db import transaction
 from pytest_django import Settings
 
 from django_celery_safe import NotSerializable, cache_lock, forget_record, idempotent
@@ -13,6 +12,7 @@ from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.app.tasks import add
 from tests.commands import listed, run
 from tests.routing import AllIn, routed_by
+from tests.sending.conftest import dying_sender
 
 pytestmark = pytest.mark.sql
 
@@ -83,11 +83,10 @@ def test_task_ids_and_names(alias: str) -> None:
     """The outbox keeps each task id as it is; one that is too long is refused at the send."""
     short = [name for name in NAMES if len(name) <= 255]
     for name in NAMES:
-        with transaction.atomic(using=alias), ExitStack() as stack:
+        with dying_sender(alias), ExitStack() as stack:
             if name not in short:
                 stack.enter_context(pytest.raises(NotSerializable, match="255 characters"))
             add.apply_async_on_commit((1,), outbox=True, using=alias, task_id=name)
-            transaction.get_connection(alias).run_on_commit.clear()
     rows = OutboxMessage.objects.using(alias)
     assert [rows.get(task_id=name).task_id for name in short] == short
     first, second = PAIRS["case"]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import OperationalError, connection, connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.dispatch import Signal
 
 from django_celery_safe import (
@@ -40,7 +40,7 @@ from tests.locks.conftest import fragile_redis
 from tests.locks.renewals import get_lock
 from tests.processes import dead_port, wait_for
 from tests.sending.carrying import Carried
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, make_app
+from tests.sending.conftest import ONE_TRY, MakeApp, dying_sender, hearing, make_app, make_due
 from tests.stages.test_messages import Staged
 
 __all__ = ["fragile_redis", "mailbox", "make_app"]
@@ -199,10 +199,9 @@ def play_without_a_broker(get: Get) -> None:
 def leave_in_the_outbox(get: Get) -> None:
     """Die right after a commit."""
     get("broker")
-    with transaction.atomic():
+    with dying_sender("default"):
         add.apply_async_on_commit((1,), outbox=True)
-        connection.run_on_commit.clear()
-    OutboxMessage.objects.update(due_at=Now())
+    make_due("default")
 
 
 def drain(**options: Any) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from celery import signature
-from django.db import connections, router, transaction
+from django.db import router
 
 from django_celery_safe import send_on_commit, stages
 from django_celery_safe.databases import Now
@@ -19,6 +19,7 @@ from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
 from tests.app.celery import app
 from tests.app.tasks import add
+from tests.sending.conftest import dying_sender
 from tests.stages.tasks import note
 
 #: An argument that shows only where arguments may.
@@ -52,9 +53,8 @@ def leave(task: Any = add, **changes: Any) -> OutboxMessage:
     """Let a message be there that was not sent yet; ``changes`` are made to its row."""
     alias = write_alias()
     what = signature(task, app=app) if isinstance(task, str) else task.s(SECRET)
-    with transaction.atomic(using=alias):
+    with dying_sender(alias):
         send_on_commit(what, using=alias, outbox=True)
-        connections[alias].run_on_commit.clear()
     rows = OutboxMessage.objects.using(alias)
     row = rows.latest("pk")
     if changes:
@@ -108,10 +108,8 @@ def begin(*sizes: int, params: dict[str, Any] | None = None, **labels: str) -> S
     """Start a run of so many stages, with so many steps each; nothing of it is sent."""
     alias = write_alias()
     plan = [(note, -n, {"name": SECRET}) for n, size in enumerate(sizes) for _ in range(size)]
-    with transaction.atomic(using=alias):
-        run = stages.start(plan, params=params, **labels)
-        connections[alias].run_on_commit.clear()
-    return run
+    with dying_sender(alias):
+        return stages.start(plan, params=params, **labels)
 
 
 def end(run: StageRun, status: Status, **changes: Any) -> StageRun:

@@ -9,6 +9,7 @@ from django_celery_safe import HeldLock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
+from tests.locks.renewals import get_lock
 
 
 @contextmanager
@@ -19,14 +20,5 @@ def held_by(
     store, token = get_store(), uuid.uuid4().hex
     holder = Holder(host, pid, time.time(), True, "tests.other", task_id)
     assert isinstance(store.take(LockRequest(name, token, seconds, holder)), Acquired)
-    lock = store.peek(name)
-    assert lock is not None
-    yield lock
+    yield get_lock(name)
     store.release(name, token)
-
-
-def remaining(lock: HeldLock | None) -> float:
-    """Return the time left of a lock's lease, s; no lock is an error."""
-    assert lock is not None
-    assert lock.remaining is not None
-    return lock.remaining

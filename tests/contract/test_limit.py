@@ -61,9 +61,7 @@ def test_as_many_as_the_limit_hold_it(store: str) -> None:
     assert {lock.limit for lock in iter_locks()} == {3}
     fences = [lock.fence for lock in locks[:3]]
     assert fences == sorted(set(fences))  # type: ignore[type-var]
-    contender = locks[3].contender
-    assert contender is not None
-    assert contender.token in {lock.token for lock in locks[:3]}
+    assert locks[3].contender.token in {lock.token for lock in locks[:3]}
     for lock in locks[:3]:
         lock.ensure()
     # The place of the second holder is free at once.

@@ -55,7 +55,7 @@ from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
 from tests.sending.carrying import Carried, leave_dead, lose_commit
-from tests.sending.conftest import hearing
+from tests.sending.conftest import dying_sender, hearing
 from tests.statements import at_statement, raising
 
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
@@ -764,9 +764,8 @@ def test_a_duplicate_leaves_no_row(carried: Carried) -> None:
     first = carried.send(1, task=task)
     second = task.apply_async_on_commit((2,), using=carried.alias)
     assert (second.id, second.is_duplicate) == (first.id, True)
-    with transaction.atomic(using=carried.alias):
+    with dying_sender(carried.alias):
         task.apply_async_on_commit((3,), using=carried.alias)
-        transaction.get_connection(carried.alias).run_on_commit.clear()
     carried.rows.exclude(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
     assert carried.relay() == []
     assert carried.row.task_id == first.id

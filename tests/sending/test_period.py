@@ -15,7 +15,6 @@ from django_celery_safe import (
     release_lock,
     single_instance,
 )
-from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
 from tests.contract.conftest import use_store
 from tests.locks.renewals import get_lock
@@ -70,7 +69,7 @@ def test_no_end_of_a_run_ends_the_period(how: str, mailbox: Mailbox) -> None:
         assert mailbox.deliver(message) == ("SUCCESS", "done")
     after = lock_of()
     assert (after.token, after.holder) == (before.token, before.holder)
-    assert PERIOD - SLACK < remaining(after) <= remaining(before)
+    assert PERIOD - SLACK < after.remaining <= before.remaining
     assert not after.holder.renewed
     assert task.delay(1, how).id == first.id
     assert mailbox.take() == []
@@ -85,7 +84,7 @@ def test_the_period_begins_at_the_send(options: dict[str, Any], mailbox: Mailbox
     once = single_instance(key="{number}", unique_until=timedelta(seconds=PERIOD))
     task = mailbox.task(once(plain), base=SafeTask, name=NAME)
     task.apply_async((1,), **options)
-    assert PERIOD - SLACK < remaining(lock_of()) <= PERIOD
+    assert PERIOD - SLACK < lock_of().remaining <= PERIOD
     assert [task.delay(number).is_duplicate for number in (1, 2)] == [True, False]
     assert release_lock(lock_of())
     assert task.delay(1).is_duplicate is False

@@ -222,12 +222,9 @@ def stopped(server: Server) -> Iterator[None]:
         server.start()
 
 
-@contextmanager
-def paused(server: RedisServer) -> Iterator[None]:
+def paused(server: RedisServer) -> Any:
     """It accepts connections and is silent."""
-    server.pause()
-    yield
-    server.resume()
+    return server.silence()
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
-from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import REDIS_BACKENDS
 from tests.contract.conftest import use_store
+from tests.locks.renewals import get_lock
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
 from tests.sending.published import Sent, ids_in
@@ -69,9 +69,9 @@ def plain(number: int) -> None:
     """Have Celery's own base, which knows of no lock at the send."""
 
 
-def lock_of(number: int, task: Any = once) -> HeldLock | None:
+def lock_of(number: int) -> HeldLock:
     """Return the lock that the message for this number holds."""
-    return find_lock(f"sent:{task.name}:{number}")
+    return get_lock(f"sent:{once.name}:{number}")
 
 
 # Duplicates.
@@ -85,10 +85,8 @@ def test_a_second_send_is_a_duplicate(name: str, sent: Sent, use_store: Any) -> 
     assert (first.is_duplicate, second.is_duplicate) == (False, True)
     assert second.id == first.id
     assert ids(sent()) == [first.id]
-    lock = lock_of(1)
-    assert lock is not None
-    assert lock.holder.task_id == first.id
-    assert release_lock(lock)
+    assert lock_of(1).holder.task_id == first.id
+    assert release_lock(lock_of(1))
     third = once.delay(1)
     assert third.is_duplicate is False
     assert ids(sent()) == [third.id]
@@ -157,7 +155,7 @@ def test_a_retry_is_no_duplicate_of_its_run(until: str, mailbox: Mailbox) -> Non
     assert task.delay(1).is_duplicate is (until == "end")
     assert mailbox.deliver(again) == ("SUCCESS", 1)
     # One that came in meanwhile keeps its lock.
-    assert (lock_of(1, task) is not None) is (until == "start")
+    assert (find_lock(f"sent:{task.name}:1") is not None) is (until == "start")
 
 
 # On commit.
@@ -269,9 +267,7 @@ def test_a_failing_send_leaves_the_lock_of_another(without_broker: Any, sent: Se
     assert without_broker.delay(1).id == first.id
     with pytest.raises(OperationalError):
         chain(without_broker.si(1), without_broker.si(2)).delay()
-    lock = lock_of(1)
-    assert lock is not None
-    assert lock.holder.task_id == first.id
+    assert lock_of(1).holder.task_id == first.id
 
 
 def test_without_the_lock_store_nothing_unique_is_sent(sent: Sent, settings: Settings) -> None:
@@ -324,7 +320,7 @@ def test_the_lease_lasts_until_a_lost_message_is_given_up(
     send = once.apply_async_on_commit if on_commit else once.apply_async
     with transaction.atomic():
         send((1,), **options())
-    assert seconds - SLACK < remaining(lock_of(1)) <= seconds
+    assert seconds - SLACK < lock_of(1).remaining <= seconds
 
 
 def test_a_duplicate_is_told(sent: Sent) -> None:

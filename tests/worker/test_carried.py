@@ -339,7 +339,7 @@ def test_a_worker_that_shuts_down_hands_over(scene: Scene, room: Room, pool: str
     with soft, scene.worker(queue, pool, 1) as first:
         task_id = begin_walk(scene, room, queue)
         if how == "remote":
-            tell_workers("shutdown")
+            tell_workers("shutdown", pattern=f"{first.name}@*", matcher="glob")
             wait_for(lambda: "Got shutdown from remote" in first.log, PATIENCE)
         else:
             number, said = SHUTDOWNS[how]

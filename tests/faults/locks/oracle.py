@@ -7,6 +7,7 @@ Each check is a function of the history that yields what violates it.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 
 from django_celery_safe.leases.holder import split_place
 from tests.faults.locks.history import History
@@ -30,7 +31,7 @@ def two_holders(history: History) -> Findings:
     """No two are trusted with one place at a time, but for leases that the store forgot."""
     for earlier, later in _pairs(history):
         if not _excuses(history, earlier, later):
-            seconds = (min(earlier.until, later.until) - _since(later)) / 1e9
+            seconds = (min(earlier.until, later.until) - later.since) / 1e9
             yield show(f"two holders for {seconds:.6f} s.", earlier.acquired, later.acquired)
 
 
@@ -59,27 +60,22 @@ def _meetings(history: History) -> Iterator[tuple[Holding, list[Holding]]]:
         if holding.since is not None and holding.since < holding.until:
             by_lock[_lock(holding.acquired)].append(holding)
     for holdings in by_lock.values():
-        holdings.sort(key=_since)
+        holdings.sort(key=attrgetter("since"))
         active: list[Holding] = []
         for later in holdings:
-            active = [one for one in active if one.until > _since(later)]
+            active = [one for one in active if one.until > later.since]
             yield later, active
             active.append(later)
 
 
 def _excuses(history: History, earlier: Holding, later: Holding) -> bool:
     """Return whether the store had forgotten the earlier one when the later one began."""
-    return history.explains(earlier, _since(later), min(earlier.until, later.until))
+    return history.explains(earlier, later.since, min(earlier.until, later.until))
 
 
 def _lock(record: Record) -> str:
     """Return the name of the lock that a place belongs to."""
     return split_place(record.lock)[0]
-
-
-def _since(holding: Holding) -> int:
-    assert holding.since is not None
-    return holding.since
 
 
 def broken_promises(history: History) -> Findings:
@@ -106,19 +102,14 @@ def unordered_fences(history: History) -> Findings:
     largest, returned = None, 0
     for record in sorted(acquired, key=lambda record: record.sent):
         while returned < len(by_return) and by_return[returned].returned < record.sent:
-            largest = max(largest or by_return[0], by_return[returned], key=_fence)
+            largest = max(largest or by_return[0], by_return[returned], key=attrgetter("fence"))
             returned += 1
-        if largest is not None and _fence(record) <= _fence(largest):
+        if largest is not None and record.fence <= largest.fence:
             yield show("a fence that is no larger than an earlier one.", largest, record)
     seen: dict[int, Record] = {}
     for record in acquired:
-        if (twin := seen.setdefault(_fence(record), record)) is not record:
+        if (twin := seen.setdefault(record.fence, record)) is not record:
             yield show("a fence was given twice.", twin, record)
-
-
-def _fence(record: Record) -> int:
-    assert record.fence is not None
-    return record.fence
 
 
 def older_writes(history: History) -> Findings:
@@ -131,12 +122,12 @@ def older_writes(history: History) -> Findings:
             if write.outcome != YES:
                 continue
             acquisition = acquired[write.token]
-            if newest is not None and _fence(write) < _fence(newest):
+            if newest is not None and write.fence < newest.fence:
                 yield show("a write was accepted after one with a newer fence.", newest, write)
             elif latest is not None and acquisition.returned < latest.sent:
                 text = "a write was accepted after one of a later acquisition."
                 yield show(text, latest, acquisition, write)
-            newest = max(newest or write, write, key=_fence)
+            newest = max(newest or write, write, key=attrgetter("fence"))
             latest = max(latest or acquisition, acquisition, key=lambda record: record.sent)
 
 
