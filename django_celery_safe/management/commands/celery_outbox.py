@@ -71,9 +71,10 @@ class Command(ActionCommand):
         add_no_input(discarding)
 
     def _add_choice(self, action: ArgumentParser) -> None:
-        action.add_argument("ids", nargs="*", metavar="ID", help="as the list shows it")
+        choice = action.add_mutually_exclusive_group(required=True)
+        choice.add_argument("ids", nargs="*", default=[], metavar="ID", help="as the list shows it")
         text = "every message that is dead or failed"
-        action.add_argument("--all", action="store_true", dest="every", help=text)
+        choice.add_argument("--all", action="store_true", dest="every", help=text)
 
     # relay
 
@@ -170,10 +171,6 @@ class Command(ActionCommand):
 
     def _choose(self, options: dict[str, Any]) -> list[OutboxMessage]:
         """Return the messages that were named, or all that are dead or failed."""
-        if bool(options["ids"]) == options["every"]:
-            raise CommandError(
-                "Give the IDs that the list shows, or --all for every dead or failed message."
-            )
         if options["every"]:
             found = [messages_of(alias).given_up() for alias in get_aliases()]
         else:
