@@ -129,12 +129,8 @@ class Command(ActionCommand):
     # list, show
 
     def _list(self, options: dict[str, Any]) -> None:
-        state, task = options["state"], options["task"]
-        outboxes = [messages_of(alias) for alias in get_aliases()]
-        if task:
-            outboxes = [messages.filter(task=task) for messages in outboxes]
-        if state:
-            outboxes = [messages.in_state(state) for messages in outboxes]
+        chosen = {name: options[name] for name in ("state", "task") if options[name]}
+        outboxes = [messages_of(alias).filter(**chosen) for alias in get_aliases()]
         rows = chain.from_iterable(messages.iterator() for messages in outboxes)
         self.write_list(options, rows, HEADINGS, describe)
 
