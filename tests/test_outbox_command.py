@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -341,7 +342,7 @@ def test_a_choice_has_to_be_made(alias: str, action: str) -> None:
     died, sent = leave_dead(alias), leave_sent(alias)
     more = ["--no-input"] if action == "discard" else []
     for arguments in ([], [id_of(died), "--all"]):
-        assert refused(action, *arguments)[1].startswith("Give the IDs that the list shows, or")
+        assert re.search("ID.*--all|--all.*ID", refused(action, *arguments)[1])
     chosen = [id_of(died), id_of(died), id_of(sent), "shop:99"]
     out, why = refused(action, *chosen, *more)
     assert out.startswith("1 message(s) are ")
@@ -447,8 +448,8 @@ def test_the_file_is_as_old_as_the_last_turn_of_each_relay(
         touch()
         assert path.stat().st_mtime == LONG_AGO
     assert not path.exists()
-    _, why = refused("relay", "--heartbeat-file", str(tmp_path / "none" / "relay"))
-    assert why.startswith("--heartbeat-file can't be written: ")
+    with pytest.raises(FileNotFoundError, match="none/relay"):
+        run("relay", "--heartbeat-file", str(tmp_path / "none" / "relay"))
 
 
 # relay as a process

@@ -206,9 +206,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **options: Any
     ) -> HttpResponse:
         """Show a row with a button for each action that the user may take."""
-        context["buttons"] = [
-            (name, getattr(self, name).short_description) for name in self.get_actions(request)
-        ]
+        context["buttons"] = self.get_action_choices(request, [])
         return super().render_change_form(request, context, *args, **options)
 
     def describe(self, row: Any) -> str:

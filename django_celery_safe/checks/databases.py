@@ -13,14 +13,13 @@ from django.db import DEFAULT_DB_ALIAS, Error, connections, router
 from django.utils.connection import ConnectionDoesNotExist
 
 from .. import conf
-from ..databases import find_unfit, read_moment, refuse_untested
-from ..delivery.call import layers
+from ..databases import find_unfit, refuse_untested
 from ..exceptions import ConfigurationError
-from ..idempotency import Idempotent, IdempotentMixin
+from ..idempotency import IdempotentMixin
 from ..inspection.lock_store import fault
 from ..sending.outbox import outbox_aliases
-from ..texts import describe_error
-from .project import RELAY_TASK, Project, count
+from ..texts import describe_error, duration
+from .project import RELAY_TASK, Project, count, find_idempotent
 
 #: How long a relay may be unseen without a warning, s.
 GONE: Final = 3600.0
@@ -49,7 +48,8 @@ def check_databases(project: Project) -> Iterator[CheckMessage]:
 
 def check_database_servers(project: Project) -> Iterator[CheckMessage]:
     """E002: no transactions. E003: tables are missing. W009: no relay. W010: no answer."""
-    from ..models.stages import StageRun  # needs the app registry
+    from ..inspection.overview import find_relay  # needs the app registry
+    from ..models.stages import StageRun
 
     used = [*_find_users(project), conf.get("LOCK_DATABASE")]
     for alias in connections.settings:
@@ -69,17 +69,18 @@ def check_database_servers(project: Project) -> Iterator[CheckMessage]:
     aliases = [alias for alias in outboxes if alias != conf.get("LOCK_DATABASE")] or outboxes
     for alias in () if project.beat_relays() else aliases:
         try:
-            absent = _find_absence(alias)
+            relay = find_relay(alias)
         except Exception as error:  # noqa: BLE001 - whatever a database or its driver raises
             text = f"The database {alias!r} could not be asked for a relay"
             hint = "Check that it is up and reachable, and run manage.py migrate."
             yield fault("W010", f"{text} ({describe_error(error)}).", hint)
             continue
-        if absent:
+        if relay is None or relay.ago_s > GONE:
+            seen = "yet" if relay is None else f"for {duration(relay.ago_s)} ({relay})"
             yield fault(
                 "W009",
                 f"{count(users, 'needs', 'need')} a relay, but none has been seen in {alias!r} "
-                f"{absent}, and beat runs none: a message that can't be sent at its commit, or "
+                f"{seen}, and beat runs none: a message that can't be sent at its commit, or "
                 f"gets lost, waits for ever, and stages may stall.",
                 f"Run manage.py celery_outbox relay beside the workers, or add "
                 f'{{"task": "{RELAY_TASK}", "schedule": 10}} to beat\'s schedule.',
@@ -93,17 +94,6 @@ def _find_unfit(alias: str) -> Iterator[CheckMessage]:
         if unfit := find_unfit(alias, table):
             yield fault("E002", f'DATABASES["{alias}"] can\'t be used: {unfit[0]}.', unfit[1])
             return
-
-
-def _find_absence(alias: str) -> str | None:
-    """Return since when a database has had no relay, as a clause; None: a relay was seen."""
-    from ..inspection.overview import find_relay  # needs the app registry
-
-    relay = find_relay(alias)
-    if relay is None:
-        return "yet"
-    seen_at = read_moment(alias, relay.seen_at)
-    return None if relay.ago_s < GONE else f"since {seen_at:%Y-%m-%d %H:%M} ({relay})"
 
 
 def _find_users(project: Project) -> dict[str, str]:
@@ -120,11 +110,9 @@ def _find_users(project: Project) -> dict[str, str]:
     for model in _flagged_models():
         users.setdefault(router.db_for_write(model), f"do_once of {model._meta.label}")
     for task in project.tasks:
-        for layer in layers(task.run):
-            own: Any = getattr(layer, "idempotent", None)
-            if isinstance(own, Idempotent):
-                alias = own.using or router.db_for_write(IdempotencyRecord)
-                users.setdefault(alias, f"idempotent {task.name}")
+        if (own := find_idempotent(task)) is not None:
+            alias = own.using or router.db_for_write(IdempotencyRecord)
+            users.setdefault(alias, f"idempotent {task.name}")
     return users
 
 

@@ -104,12 +104,17 @@ def is_carried(task: Any) -> bool:
     return (is_safe and task_wants_outbox(task) == UNTIL_DONE) or get_step_layer(task) is not None
 
 
+def find_idempotent(task: Any) -> Idempotent | None:
+    """Return the ``@idempotent`` of a task; None: it has none."""
+    marks = (getattr(layer, "idempotent", None) for layer in layers(task.run))
+    return next((mark for mark in marks if isinstance(mark, Idempotent)), None)
+
+
 def is_done_once(task: Any) -> bool:
     """Return whether a task is ``@idempotent``, or its code uses ``do_once`` or ``idempotent``."""
-    found = layers(task.run)
-    if any(isinstance(getattr(layer, "idempotent", None), Idempotent) for layer in found):
+    if find_idempotent(task) is not None:
         return True
-    names = getattr(getattr(found[-1], "__code__", None), "co_names", ())
+    names = getattr(getattr(layers(task.run)[-1], "__code__", None), "co_names", ())
     return not {"do_once", "idempotent"}.isdisjoint(names)
 
 

@@ -90,15 +90,13 @@ class ActionCommand(BaseCommand):
 
     def write_table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print rows in columns; what a row has beyond the headings gets lines of its own."""
-        number = len(headings)
         lines = [list(headings), *([printable(str(cell)) for cell in row] for row in rows)]
-        widths = [
-            max(map(len, column)) for column in zip(*(line[:number] for line in lines), strict=True)
-        ]
+        # Both zip() end with the headings.
+        widths = [max(map(len, column)) for column in zip(*lines, strict=False)]
         for line in lines:
-            cells = [cell.ljust(width) for cell, width in zip(line[:number], widths, strict=True)]
+            cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
             self.stdout.write("  ".join(cells).rstrip())
-            for text in filter(None, line[number:]):
+            for text in filter(None, line[len(headings) :]):
                 self.stdout.write(fill(text, "    "))
 
     def write_details(self, values: Mapping[str, Any]) -> None:

@@ -74,11 +74,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Messages as lists show them: see :class:`ListedRow`."""
         return self.annotate(asked_at=Now()).defer(*UNLISTED)
 
-    def in_state(self, state: str) -> OutboxMessages:
-        """Messages in a state."""
-        rows: OutboxMessages = getattr(self, State(state))()
-        return rows
-
     def pending(self) -> OutboxMessages:
         """Messages that a relay still has to send or re-send, due or not."""
         return self.filter(LIVE, state=State.PENDING)

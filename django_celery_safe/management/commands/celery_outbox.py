@@ -71,9 +71,10 @@ class Command(ActionCommand):
         add_no_input(discarding)
 
     def _add_choice(self, action: ArgumentParser) -> None:
-        action.add_argument("ids", nargs="*", metavar="ID", help="as the list shows it")
+        choice = action.add_mutually_exclusive_group(required=True)
+        choice.add_argument("ids", nargs="*", default=[], metavar="ID", help="as the list shows it")
         text = "every message that is dead or failed"
-        action.add_argument("--all", action="store_true", dest="every", help=text)
+        choice.add_argument("--all", action="store_true", dest="every", help=text)
 
     # relay
 
@@ -128,12 +129,8 @@ class Command(ActionCommand):
     # list, show
 
     def _list(self, options: dict[str, Any]) -> None:
-        state, task = options["state"], options["task"]
-        outboxes = [messages_of(alias) for alias in get_aliases()]
-        if task:
-            outboxes = [messages.filter(task=task) for messages in outboxes]
-        if state:
-            outboxes = [messages.in_state(state) for messages in outboxes]
+        chosen = {name: options[name] for name in ("state", "task") if options[name]}
+        outboxes = [messages_of(alias).filter(**chosen) for alias in get_aliases()]
         rows = chain.from_iterable(messages.iterator() for messages in outboxes)
         self.write_list(options, rows, HEADINGS, describe)
 
@@ -170,10 +167,6 @@ class Command(ActionCommand):
 
     def _choose(self, options: dict[str, Any]) -> list[OutboxMessage]:
         """Return the messages that were named, or all that are dead or failed."""
-        if bool(options["ids"]) == options["every"]:
-            raise CommandError(
-                "Give the IDs that the list shows, or --all for every dead or failed message."
-            )
         if options["every"]:
             found = [messages_of(alias).given_up() for alias in get_aliases()]
         else:
@@ -263,13 +256,10 @@ def kept_heartbeat(path: str, relays: Sequence[Relay]) -> Iterator[Callable[[], 
     process would not help. A relay that hangs takes no turns.
 
     Raises:
-        CommandError: The file can't be written.
+        OSError: The file can't be written.
     """
     file = Path(path)
-    try:
-        file.touch()
-    except OSError as error:
-        raise CommandError(f"--heartbeat-file can't be written: {error}") from error
+    file.touch()
 
     def touch() -> None:
         turned_at = min(relay.turned_at for relay in relays)
@@ -280,8 +270,7 @@ def kept_heartbeat(path: str, relays: Sequence[Relay]) -> Iterator[Callable[[], 
     try:
         yield touch
     finally:
-        with suppress(OSError):
-            file.unlink()
+        file.unlink(missing_ok=True)
 
 
 @contextmanager
