@@ -31,6 +31,9 @@ LOST_RACES: Final = frozenset({"40001", 1213, 1205, 1020})
 TAKEN: Final = frozenset({"55P03", 5, 6, 3572, 1205})
 #: Most bytes of one INSERT. MariaDB accepts 16 MB by default, and each byte may be escaped.
 PACKET_BYTES: Final = 4 * 1024 * 1024
+#: Bytes of the messages that a process handles at a time. It needs several times that much
+#: memory, because a broker's client encodes each message once more.
+BATCH_BYTES: Final = 16 * 1024 * 1024
 
 
 class Now(functions.Now):

@@ -141,7 +141,7 @@ class RecordClaim(Claim):
         """
         task, what = get_current_task(), f"idempotent({self.key!r})"
         instead = "Call it outside atomic(); the work itself may open one."
-        holder = self.prepare(task, find_request(), what, instead)
+        holder = self.prepare(task, None if task is None else task.request, what, instead)
         try:
             found = self._take(holder)
             if isinstance(found, HeldLock):

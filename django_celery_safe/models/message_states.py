@@ -12,7 +12,7 @@ from django.db.models import Q
 from django.db.models.functions import Length
 from django.utils.translation import gettext_lazy as _
 
-from .. import batches, queries
+from .. import databases, queries
 from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
@@ -168,7 +168,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         # Read only sizes here: a hundred whole rows may not fit into memory.
         sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "state")
         found = list(sized.select_for_update(skip_locked=skip)[:limit])
-        most, totals = batches.BATCH_BYTES, accumulate(size for _, size, *_ in found)
+        most, totals = databases.BATCH_BYTES, accumulate(size for _, size, *_ in found)
         rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
         return rows or found[:1]
 

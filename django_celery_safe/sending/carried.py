@@ -66,7 +66,7 @@ def run_part(task: Any, request: Any, part: Callable[[], Any], *, is_called: boo
     if request.is_eager or (run is not None and run.is_called):
         return part()
     if run is None:
-        run = kept.run = Run(task, request.id or "", *claim_message(task, request, header))
+        run = kept.run = claim_message(task, request, header)
     run.is_called = is_called
     try:
         result = _call(run, request, header, part)

@@ -89,9 +89,9 @@ class MessageClaim(Claim):
         return ours
 
 
-def claim_message(task: Any, request: Context, header: Header) -> tuple[MessageClaim, Claimed]:
+def claim_message(task: Any, request: Context, header: Header) -> Run:
     """
-    Claim the message of a task; return the claim and its row.
+    Claim the message of a task for a run.
 
     Raises:
         MessageGoesOn: The message has ended, or another process runs it.
@@ -120,7 +120,7 @@ def claim_message(task: Any, request: Context, header: Header) -> tuple[MessageC
         resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
     # Its own token: it was claimed, but the answer got lost.
     if isinstance(found, Claimed) or (found is not None and found.token == claim.token):
-        return claim, found
+        return Run(task, request.id or "", claim, found)
     reason = "its row is gone, so it is done, was discarded, or was rolled back"
     if found is not None:
         is_running = found.state == "running"

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from celery import Celery
@@ -20,8 +19,7 @@ from celery.canvas import Signature, maybe_signature
 from django.db import Error as DatabaseError
 from django.db import connections, router, transaction
 
-from .. import conf, queries
-from ..batches import in_batches
+from .. import conf, databases, queries
 from ..concurrency.sent import seconds_until
 from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_untested
 from ..delivery.header import HEADER, read_header
@@ -189,13 +187,26 @@ def _insert(sender: OutboxSender, rows: Sequence[MessageColumns]) -> list[int]:
             f"returns no keys. SQLite's does since 3.35."
         )
     keys, claim = list[int](), {"token": sender.token, "held": sender.held}
-    most_bytes = PACKET_BYTES if is_mysql else None
-    for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes):
+    for part in _in_batches(rows, PACKET_BYTES if is_mysql else databases.BATCH_BYTES):
         values = [row._asdict() | claim for row in part]
         found, first = queries.insert(alias, "add_messages", values)
         # Rows get ascending keys, whatever the order in which a database returns these.
         keys += sorted(key for (key,) in found) or _find_inserted(alias, first, part)
     return keys
+
+
+def _in_batches(rows: Iterable[MessageColumns], most_bytes: int) -> Iterator[list[MessageColumns]]:
+    """Yield rows in their order, as many at a time as one statement is to have."""
+    batch, total = list[MessageColumns](), 0
+    for row in rows:
+        # Nearly: the text columns are almost entirely ASCII.
+        size = len(row.body) + len(row.properties) + len(row.chord_calls)
+        if batch and (len(batch) == ROWS or total + size > most_bytes):
+            yield batch
+            batch, total = [], 0
+        batch.append(row)
+        total += size
+    yield batch
 
 
 def _find_inserted(alias: str, first: int, rows: Sequence[MessageColumns]) -> list[int]:

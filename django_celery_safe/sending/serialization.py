@@ -45,11 +45,6 @@ class MessageColumns(NamedTuple):
     chord_calls: str
     attempt: str
 
-    @property
-    def size(self) -> int:
-        """The size in bytes, nearly: the text columns are almost entirely ASCII."""
-        return len(self.body) + len(self.properties) + len(self.chord_calls)
-
 
 def to_row(
     message: Message, chord_calls: list[ChordCall] | None = None, chord: str = ""

@@ -239,7 +239,7 @@ def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     """
     params: dict[str, Any] = decode(run.params_text)
     for step in ended:
-        params |= step.params
+        params |= decode(step.params_text or "{}")
     return encode(params, LONGEST_PARAMS) if params else "{}"
 
 

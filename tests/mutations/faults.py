@@ -251,7 +251,7 @@ sending.carried_run:Run._come_again: a carried task that is retried or requeued 
 +return self.end()
 sending.carried_run:claim_message: a carried task that runs already is run a second time
 -return refuse_run(task, request, reason)
-+return claim, found
++return Run(task, request.id or "", claim, found)
 sending.task:SafeTaskMixin._waits_for_commit: the next link of a carried chain is not carried
 -carried = outbox == UNTIL_DONE and ours.get("outbox") is None
 +carried = False

@@ -18,7 +18,7 @@ from django_celery_safe import (
     ConfigurationError,
     NotSerializable,
     SafeTask,
-    batches,
+    databases,
     find_lock,
     send_on_commit,
     single_instance,
@@ -203,7 +203,7 @@ def test_large_messages_are_written_a_few_at_a_time(
     alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An INSERT has a number of bytes at most, or a single message; all are published."""
-    monkeypatch.setattr(batches, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(databases, "BATCH_BYTES", 5000)
     monkeypatch.setattr(outbox, "PACKET_BYTES", 5000)  # of MySQL
     signatures = [add.s("x" * 2000), add.s("x" * 9000), add.s(1), add.s(2)]
     with transaction.atomic(using=alias), CaptureQueriesContext(connections[alias]) as inside:

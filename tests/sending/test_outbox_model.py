@@ -10,7 +10,7 @@ from django.test.utils import CaptureQueriesContext
 from model_bakery import baker
 from pytest_django import Settings
 
-from django_celery_safe import batches
+from django_celery_safe import databases
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.models import OutboxMessage
@@ -128,7 +128,7 @@ def test_a_claim_takes_no_more_than_fits_into_memory(
     alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends before the row that would be too much; a row that is too large comes alone."""
-    monkeypatch.setattr(batches, "BATCH_BYTES", 3 * 1024 * 1024)
+    monkeypatch.setattr(databases, "BATCH_BYTES", 3 * 1024 * 1024)
     first, second, huge, last = make_large(alias, 1, 1, 4, 1)
     claims = [table(alias).claim(100, MINUTE, TOKEN) for _ in range(4)]
     assert [keys(rows) for rows in claims] == [[first, second], [huge], [last], []]
