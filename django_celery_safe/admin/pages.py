@@ -82,6 +82,8 @@ def _column(model: Any, name: str, longest: int | None) -> Any:
     def show(row: Any) -> str:
         value = attrgetter(name)(row)
         if label := getattr(row, f"get_{last}_display", None):
+            if getattr(row, "is_orphaned", False):
+                return badge("look", _("its process is gone"))
             return badge(LEVELS.get(value, "quiet"), label())
         if isinstance(value, datetime):
             return f"{localtime(read_moment(row._state.db, value)):%Y-%m-%d %H:%M:%S %Z}"

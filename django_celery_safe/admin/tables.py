@@ -8,14 +8,13 @@ from typing import Any
 from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
 from ..models.idempotency import IdempotencyRecord
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun, StageStep
-from .pages import LEVELS, ReadOnlyAdmin, badge, columns, row_action
+from .pages import ReadOnlyAdmin, columns, row_action
 
 
 @admin.register(OutboxMessage)
@@ -61,10 +60,8 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     """The records of work that is done, failed or running, by key."""
 
     search_help_text = _("A part of a key; a task's name or id.")
-    list_display: Any = (
-        *columns(IdempotencyRecord, "claim.name"),
-        "shown",
-        *columns(IdempotencyRecord, "claim.holder.task", "age_s", "expires_at"),
+    list_display = columns(
+        IdempotencyRecord, "claim.name", "state", "claim.holder.task", "age_s", "expires_at"
     )
     list_filter = ("state",)
     search_fields = ("holder",)
@@ -76,13 +73,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         *("claims", "result", "error"),
     )
     actions = ("forget",)
-
-    @admin.display(description=_("state"), ordering="state")
-    def shown(self, row: Any) -> SafeString:
-        """The state as a coloured word, which also says if the record's process has died."""
-        if row.is_orphaned:
-            return badge("look", gettext("its process is gone"))
-        return badge(LEVELS.get(row.state, "quiet"), row.get_state_display())
 
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str

@@ -23,8 +23,6 @@ from ..sending import broker
 from ..sending.sender import OutboxSender
 from ..transactions import in_testcase_only
 
-_send = OutboxSender.send
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
@@ -92,7 +90,6 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
             sent.append(as_sent(body, **options))
 
     results = functools.cache(lambda app: CacheBackend(app, url="memory://"))
-    send = (lambda sender, call: None) if outbox_too else _send
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(app.conf.changes, task_always_eager=False))
         for owner, name, replacement in (
@@ -100,9 +97,10 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
             (Celery, "backend", property(results)),
             (broker, "bounded_backend", lambda app, seconds: results(app)),
             (broker, "connect", lambda producer: None),
-            (OutboxSender, "send", send),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        if outbox_too:
+            stack.enter_context(mock.patch.object(OutboxSender, "send"))
         stack.callback(_free_locks_of, sent)
         yield sent
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery, current_app
-from django.db import transaction
 
 from ..sending.message_table import message_table
 from ..stages import engine, step_messages
@@ -81,14 +80,10 @@ def run_stages(
 def _send_again(run: StageRun) -> None:
     """Re-send the messages that a run's stage waits for; a TestCase may have kept them."""
     run.refresh_from_db()
-    if run.status in Status.STOPPED:
-        return
     store = table_in(run.find_database())
-    with transaction.atomic(using=store.alias):
-        steps = list(store.steps.filter(run=run.pk, stage=run.stage).waiting())
-        ids = [step.task_id for step in steps]
-        message_table(store.alias).all().carried(*ids).erase()
-        step_messages.send(store, steps)
+    steps = list(store.steps.filter(run=run.pk, stage=run.stage).waiting())
+    message_table(store.alias).all().carried(*(step.task_id for step in steps)).erase()
+    step_messages.send(store, steps)
 
 
 def _take_step(run: StageRun) -> tuple[Celery, Sent] | None:

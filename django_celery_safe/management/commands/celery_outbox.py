@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from argparse import ArgumentParser
@@ -32,8 +31,6 @@ from ..console import MOST_LISTED, NOT_ASKED, ActionCommand, add_json, add_no_in
 LISTEN: Final = 0.5
 #: Rows that one statement changes; every database accepts that many parameters.
 BATCH: Final = 500
-#: The number in an ID.
-IS_PK: Final = re.compile(r"\d{1,18}", re.ASCII)
 HEADINGS: Final = ("ID", "STATE", "AGE", "TASK")
 
 
@@ -209,7 +206,7 @@ def find_messages(ids: Iterable[str]) -> list[OutboxMessages]:
     for text in ids:
         alias, _, pk = text.rpartition(":")
         alias = alias or DEFAULT_DB_ALIAS
-        if alias not in connections or not IS_PK.fullmatch(pk):
+        if alias not in connections or not (pk.isdecimal() and len(pk) < 19):
             raise CommandError(f"{printable(text)} is not an ID that the list shows.")
         pks[alias].append(int(pk))
     return [messages_of(alias).filter(pk__in=found) for alias, found in pks.items()]
