@@ -189,7 +189,9 @@ def _insert(sender: OutboxSender, rows: Sequence[MessageColumns]) -> list[int]:
         )
     keys, claim = list[int](), {"token": sender.token, "held": sender.held}
     most_bytes = PACKET_BYTES if is_mysql else None
-    for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes):
+    # Most calls send one message, which needs no batches.
+    several = len(rows) > 1
+    for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes) if several else [rows]:
         values = [row._asdict() | claim for row in part]
         found, first = queries.insert(alias, "add_messages", values)
         # Rows get ascending keys, whatever the order in which a database returns these.
