@@ -32,7 +32,7 @@ from ..delivery.header import Header, Kept, get_header
 from ..events import TASK_NOT_RUN
 from ..exceptions import ClaimLost, TaskPoisoned
 from ..leases.holder import HOST, HeldLock, decode_holder
-from ..texts import describe_error, get_logger
+from ..texts import describe_error, get_logger, storable
 from ..transactions import TRIES
 from ..values import decode
 from .carried_run import Run, claim_message, run_of
@@ -295,8 +295,6 @@ def _in_background(act: Callable[[MessageTable, Outcome], object], outcome: Outc
 
 def _note(table: MessageTable, outcome: Outcome) -> None:
     """Record in the row why this worker can't run the message; another may run it."""
-    from ..models.text import storable  # needs the app registry
-
     error = outcome.error
     kind, what = type(error).__name__, f"refused the message: {describe_error(error)}"
     if outcome.kind == "unknown":
