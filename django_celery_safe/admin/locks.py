@@ -21,7 +21,7 @@ from ..leases.holder import HeldLock
 from ..locks import find_lock, iter_locks, release_lock
 from ..models.locks import Lock
 from ..texts import printable
-from .pages import MOST_COUNTED, ReadOnlyAdmin, columns, row_action
+from .pages import MOST_COUNTED, ReadOnlyAdmin, columns, permission, row_action
 
 #: HTTP status of a page whose store did not answer.
 NOT_AVAILABLE: Final = 503
@@ -52,6 +52,7 @@ class LockAdmin(ReadOnlyAdmin):
     search_help_text = _("The beginning of a lock's name.")
     fields = readonly_fields = ("name", *list_display[1:], *columns(Lock, "held.holder.task_id"))
     actions = ("release",)
+    has_release_permission = permission("release")
 
     def get_urls(self) -> list[Any]:
         urls: list[Any] = super().get_urls()

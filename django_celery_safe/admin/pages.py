@@ -101,11 +101,21 @@ def badge(level: str, text: Text) -> SafeString:
     return format_html('<span class="safe-state safe-{}">{}</span>', level, text)
 
 
+def permission(name: str) -> Callable[[ReadOnlyAdmin, HttpRequest], bool]:
+    """Return the method ``has_…_permission`` that ``@admin.action(permissions=…)`` needs."""
+
+    def has_permission(page: ReadOnlyAdmin, request: HttpRequest) -> bool:
+        codename = f"{page.opts.app_label}.{name}_{page.opts.model_name}"
+        return bool(request.user.has_perm(codename))
+
+    return has_permission
+
+
 def row_action(
     label: Text, done: Text, *, refused: Text = "", ask: Text = ""
 ) -> Callable[[Any], Any]:
     """
-    Make an admin action of a method that acts on one row.
+    Make an admin action, with a permission of its own, of a method that acts on one row.
 
     The method returns a false value, or raises one of our errors, if it can't.
 
@@ -117,7 +127,7 @@ def row_action(
     """
 
     def decorate(act: Callable[[Any, Any], object]) -> Any:
-        @admin.action(description=label)
+        @admin.action(permissions=[act.__name__], description=label)
         @wraps(act)
         def run(page: ReadOnlyAdmin, request: HttpRequest, queryset: Any) -> HttpResponse | None:
             rows = list(queryset[:MOST_ROWS])
@@ -191,15 +201,6 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         """Return the rows of the database for writes, because a replica may be behind."""
         rows: Any = self.model._default_manager.using(router.db_for_write(self.model))
         return rows.listed()
-
-    def get_actions(self, request: HttpRequest) -> dict[str, Any]:
-        """Leave out each of our actions for which the user lacks the permission of its name."""
-        label, model = self.opts.app_label, self.opts.model_name
-        return {
-            name: action
-            for name, action in super().get_actions(request).items()
-            if name not in (self.actions or ()) or request.user.has_perm(f"{label}.{name}_{model}")
-        }
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         return lookup in LOOKUPS

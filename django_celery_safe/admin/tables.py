@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy as _
 from ..models.idempotency import IdempotencyRecord
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun, StageStep
-from .pages import ReadOnlyAdmin, columns, row_action
+from .pages import ReadOnlyAdmin, columns, permission, row_action
 
 
 @admin.register(OutboxMessage)
@@ -34,6 +34,8 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")
+    has_retry_permission = permission("retry")
+    has_discard_permission = permission("discard")
 
     @row_action(
         pgettext_lazy("action", "Retry"),
@@ -73,6 +75,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         *("claims", "result", "error"),
     )
     actions = ("forget",)
+    has_forget_permission = permission("forget")
 
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str
@@ -111,6 +114,8 @@ class StageRunAdmin(ReadOnlyAdmin):
         *columns(StageRun, "reason", "shown_params", longest=None),
     )
     actions = ("resume", "abort")
+    has_resume_permission = permission("resume")
+    has_abort_permission = permission("abort")
 
     @admin.display(description=_("about"))
     def about(self, row: Any) -> str:

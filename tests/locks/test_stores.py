@@ -39,7 +39,7 @@ from tests.servers.databases import migrate, postgres_settings, registered, with
 #: The backend of a cache and more of its settings, and what the error says.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "django.core.cache.backends.filebased.FileBasedCache": (
-        {"LOCATION": "/nowhere"},
+        {},
         "a read and then a write.*Use Redis",
     ),
     "django.core.cache.backends.db.DatabaseCache": ({}, "taken again in between.*Use Redis"),
@@ -59,10 +59,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("backend", REFUSED)
-def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings) -> None:
+def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings, tmp_path: Path) -> None:
     """A cache on which two could hold one lock says so before it is used, and what to do."""
     more, sentence = REFUSED[backend]
-    settings.CACHES = {"default": {"LOCATION": "", "BACKEND": backend, **more}}
+    settings.CACHES = {"default": {"LOCATION": str(tmp_path), "BACKEND": backend, **more}}
     with pytest.raises(ConfigurationError, match=sentence):
         cache_lock("x").acquire()
 
