@@ -43,8 +43,8 @@ class LockAdmin(ReadOnlyAdmin):
 
     list_display: Any = (
         "link",
-        *columns(Lock, "held.holder.process", "held.age", "held.remaining", "held.liveness"),
-        *columns(Lock, "held.holder.task", "held.holder.arguments"),
+        *columns(Lock, "held.holder.process held.age held.remaining held.liveness"),
+        *columns(Lock, "held.holder.task held.holder.arguments"),
     )
     list_display_links = None
     paginator = Paginator

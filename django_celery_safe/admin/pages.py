@@ -66,9 +66,9 @@ HEADINGS: Final = {
 }
 
 
-def columns(model: type[Model], *names: str, longest: int | None = LONGEST_TEXT) -> tuple[Any, ...]:
-    """Return attributes of rows, such as ``claim.holder.process``, as columns or fields."""
-    return tuple(_column(model, name, longest) for name in names)
+def columns(model: type[Model], names: str, longest: int | None = LONGEST_TEXT) -> tuple[Any, ...]:
+    """Return attributes of rows, such as ``age_s claim.holder.process``, as columns or fields."""
+    return tuple(_column(model, name, longest) for name in names.split())
 
 
 def _column(model: Any, name: str, longest: int | None) -> Any:

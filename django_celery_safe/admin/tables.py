@@ -22,15 +22,14 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     """The messages of the outbox and their states."""
 
     search_help_text = _("The beginning of a task's name, or a whole task ID.")
-    list_display = ("task", *columns(OutboxMessage, "state", "age_s", "reason"))
+    list_display = ("task", *columns(OutboxMessage, "state age_s reason"))
     list_filter = ("state",)
     search_fields = ("^task", "=task_id")
     ordering = ("pk",)
     fields = readonly_fields = (
-        *columns(OutboxMessage, "task", "task_id", "state", "attempts", "starts", "deaths"),
-        *columns(OutboxMessage, "resent", "created_at", "due_at", "sent_at", "started_at"),
-        *columns(OutboxMessage, "ended_at", "checkpoint_at", "progress", "process"),
-        *columns(OutboxMessage, "arguments", longest=None),
+        *columns(OutboxMessage, "task task_id state attempts starts deaths resent created_at"),
+        *columns(OutboxMessage, "due_at sent_at started_at ended_at checkpoint_at"),
+        *columns(OutboxMessage, "progress process arguments", longest=None),
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")
@@ -62,16 +61,14 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     """The records of work that is done, failed or running, by key."""
 
     search_help_text = _("A part of a key; a task's name or id.")
-    list_display = columns(
-        IdempotencyRecord, "claim.name", "state", "claim.holder.task", "age_s", "expires_at"
-    )
+    list_display = columns(IdempotencyRecord, "claim.name state claim.holder.task age_s expires_at")
     list_filter = ("state",)
     search_fields = ("holder",)
     ordering = ("-claimed_at",)
     fields = readonly_fields = (
         *list_display,
-        *columns(IdempotencyRecord, "claim.holder.task_id", "claim.holder.process"),
-        *columns(IdempotencyRecord, "claim.remaining", "claimed_at", "ended_at"),
+        *columns(IdempotencyRecord, "claim.holder.task_id claim.holder.process claim.remaining"),
+        *columns(IdempotencyRecord, "claimed_at ended_at"),
         *("claims", "result", "error"),
     )
     actions = ("forget",)
@@ -101,17 +98,14 @@ class StageRunAdmin(ReadOnlyAdmin):
 
     change_form_template = "admin/django_celery_safe/stagerun/change_form.html"
     search_help_text = _("A part of a name or key.")
-    list_display = (
-        *("__str__", "progress"),
-        *columns(StageRun, "status", "age_s", "duration_s", "reason"),
-    )
+    list_display = ("__str__", "progress", *columns(StageRun, "status age_s duration_s reason"))
     list_filter = ("status",)
     search_fields = ("name", "key")
     ordering = ("-pk",)
     fields = readonly_fields = (
         *("progress", "steps", "key", "about"),
-        *columns(StageRun, "status", "created_at", "ended_at", "duration_s"),
-        *columns(StageRun, "reason", "shown_params", longest=None),
+        *columns(StageRun, "status created_at ended_at duration_s"),
+        *columns(StageRun, "reason shown_params", longest=None),
     )
     actions = ("resume", "abort")
     has_resume_permission = permission("resume")
@@ -154,18 +148,14 @@ class StageStepAdmin(ReadOnlyAdmin):
     """The steps of runs; a run's page links to its steps."""
 
     search_help_text = _("A whole task ID, or a part of a task's or run's name, or of a run's key.")
-    list_display = (
-        *("task", "run", "stage"),
-        *columns(StageStep, "status", "reason", "shown_arguments"),
-    )
+    list_display = ("task", "run", "stage", *columns(StageStep, "status reason shown_arguments"))
     list_select_related = ("run",)
     list_filter = ("status",)
     search_fields = ("=task_id", "task", "run__name", "run__key")
     ordering = ("-run", "stage", "position")
     fields = readonly_fields = (
         *("run", "stage", "task", "task_id", "priority"),
-        *columns(StageStep, "status", "starts", "deaths", "resent"),
-        *columns(StageStep, "process", "duration_s", "waits_s", "started_at", "ended_at"),
-        *columns(StageStep, "shown_arguments", "shown_params", longest=None),
+        *columns(StageStep, "status starts deaths resent process duration_s waits_s started_at"),
+        *columns(StageStep, "ended_at shown_arguments shown_params", longest=None),
         *("error_type", "error", "traceback"),
     )
