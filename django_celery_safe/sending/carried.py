@@ -211,7 +211,8 @@ def _end_with_body(run: Run, request: Any) -> None:
 
     def delay(*results: Any) -> Any:
         try:
-            run.end_with(lambda: sent.append(send(*results)))
+            if not run.end_with(lambda: sent.append(send(*results))):
+                sent.clear()  # an earlier try was rolled back
         except DatabaseError as error:
             # Celery would fail the chord.
             text = "The row of %s can't be ended: %s"

@@ -217,11 +217,13 @@ class Run:
         if goes_on is None and self.follower is None:
             self._emit_done()
 
-    def end_with(self, follow: Callable[[], object]) -> None:
-        """End the row together with what follows, if the claim still holds it."""
-        if self.end(follow):
+    def end_with(self, follow: Callable[[], object]) -> bool:
+        """End the row together with what follows; return whether the claim still held it."""
+        ours = self.end(follow)
+        if ours:
             self.claim.end()
             self._emit_done()
+        return ours
 
     def _emit_done(self) -> None:
         MESSAGE_DONE.emit(Run, task=self.task.name, task_id=self._task_id)
