@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -334,7 +335,7 @@ def _find_named(
         values = {**defaults, **dict(zip(places[added:], positional, strict=False)), **given}
         if values.keys() >= set(names):
             readings.append([values[name] for name in names])
-    if readings and all(one == readings[0] for one in readings):
+    if readings and all(all(map(operator.is_, one, readings[0])) for one in readings):
         return dict(zip(names, readings[0], strict=True))
     if is_send and (not readings or call.signature is _ANY):
         return None

@@ -248,7 +248,9 @@ class StageRun(ListedRow):
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
         """Delete the run and its steps, like Django's; the run is locked before its steps."""
-        return StageRun.objects.using(using or self.find_database()).filter(pk=self.pk).delete()
+        rows = StageRun.objects.using(using or self.find_database()).filter(pk=self.pk)
+        deleted, self.pk = rows.delete(), None
+        return deleted
 
 
 class StageStep(ListedRow):

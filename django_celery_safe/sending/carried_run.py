@@ -60,6 +60,10 @@ DATABASE_AWAY: Final = 5.0
 SIGNALLED: Final = range(-255, -191)
 
 
+class NoAnswer(WillBeRedelivered):
+    """The database did not say what follows the message, so the task was not called."""
+
+
 class MessageClaim(Claim):
     """
     The claim of a carried message.
@@ -70,7 +74,7 @@ class MessageClaim(Claim):
 
     table: MessageTable
     is_carried = True
-    #: What follows the message; None: nothing.
+    #: What the message belongs to, such as a step; None: nothing.
     follower: StepFollower | None = None
     #: The result that ``finish()`` has recorded.
     text = ""
@@ -160,7 +164,7 @@ class Run:
         Begin to renew the lease, and begin what follows the message with this header.
 
         Raises:
-            WillBeRedelivered: What follows could not be read, so nothing has begun.
+            NoAnswer: What follows could not be read, so nothing has begun.
         """
         self.claim.begin()
         follower = self.follower = self.claim.follower = find_follower(header)
@@ -169,7 +173,7 @@ class Run:
         try:
             self.unrun = self.claim.ask(lambda: follower.begin(self._task_id))
         except DatabaseError as error:
-            raise WillBeRedelivered(f"No answer: {describe_error(error)}") from error
+            raise NoAnswer(f"No answer: {describe_error(error)}") from error
         if self.found.result:
             follower.finish(self.found.result)
 
@@ -353,8 +357,9 @@ class Run:
 
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
-        delay = 0.0 if isinstance(error, HandedOver) else conf.get("OUTBOX_RESEND_AFTER")
-        return self._put_back(error, delay)
+        is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
+        later = 0.0 if is_handed_over else conf.get("OUTBOX_RESEND_AFTER")
+        return self._put_back(error, DATABASE_AWAY if is_away else later)
 
     def _go_on(self, captured: Captured, why: Fault) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""

@@ -201,6 +201,7 @@ def run_task_on_commit(send: Callable[[Call], Any], call: Call, using: str | Non
     """Send a task when ``using`` commits, which runs it; see :func:`run_on_commit`."""
     _check(call)
     task, args, kwargs, options = call
+    _refuse_other_broker(task.app, options)
     result: Any = EagerResult(options.get("task_id") or uuid(), None, PENDING)
     result.is_duplicate = None
     args, kwargs = _freeze(task.name, (args, kwargs))

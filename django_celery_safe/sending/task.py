@@ -231,6 +231,9 @@ class SafeTaskMixin(Task[P, R]):
         if not must_wait(using) and (eager or not outbox):
             result = self._send(call)
         elif eager:
+            # What is wrong is an error of the call, as for a message.
+            check_arguments(self.name, call.args, call.kwargs, *_signatures_in(call.options))
+            self._with_header(call, Header())
             result = run_task_on_commit(self._send, call, using)
         else:
 

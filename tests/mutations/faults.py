@@ -247,7 +247,7 @@ sending.carried_run:Run.end: a finished task's recorded result is overwritten by
 -"" if self.claim.is_finished else
 +"" if False else
 sending.carried_run:Run._come_again: a carried task that is retried or requeued counts as done
--return self._put_back(error, delay)
+-return self._put_back(error, DATABASE_AWAY if is_away else later)
 +return self.end()
 sending.carried_run:claim_message: a carried task that runs already is run a second time
 -return refuse_run(task, request, reason)

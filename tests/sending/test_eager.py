@@ -10,8 +10,9 @@ from celery.result import AsyncResult, EagerResult, GroupResult
 from django.db import transaction
 from django.test import TestCase
 
-from django_celery_safe import SafeTask, send_on_commit
+from django_celery_safe import ConfigurationError, NotSerializable, SafeTask, send_on_commit
 from tests.app.celery import app
+from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.sending.published import ids_in, take_published
 from tests.servers import RedisServer
@@ -84,6 +85,15 @@ class EagerTests(TestCase):
         assert effects == [[4, {"key": 5}]]
         assert (result.state, result.get()) == ("SUCCESS", [4, {"key": 5}])
         assert result.send_error is None
+
+    def test_what_is_wrong_is_an_error_of_the_call(self) -> None:
+        """As it is for a message: the commit has nothing to do."""
+        with self.captureOnCommitCallbacks() as callbacks, transaction.atomic():
+            with pytest.raises(NotSerializable, match="primary key"):
+                join.apply_async_on_commit((1,), link=join.s(Person()))
+            with pytest.raises(ConfigurationError, match="keys"):
+                join.apply_async_on_commit((1,), single_instance={"keys": []})
+        assert callbacks == []
 
     def test_every_canvas_runs_at_the_commit(self) -> None:
         """Under the ids announced, with the values that a worker would give."""
