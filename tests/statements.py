@@ -1,4 +1,4 @@
-"""What happens at a statement that this thread sends to a database."""
+"""Does something when this thread sends a certain statement to a database."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -82,7 +82,7 @@ class Renewal(NamedTuple):
     seconds: float
 
 
-#: What stores extend: plain tuples will do, because a thousand of them are made faster.
+#: Leases to extend. Plain tuples have the same fields, and are made faster.
 Renewals: TypeAlias = Sequence[tuple[str, str, float]]
 
 

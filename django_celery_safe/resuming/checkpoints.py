@@ -82,7 +82,7 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
     Return the claim under which the running code works, and the cursor that its run began with.
 
     Args:
-        of: What the code walks; see :class:`Cursor`.
+        of: What is walked, as :class:`Cursor` names it.
         what: The function that was called, for errors.
 
     Raises:

@@ -2,8 +2,8 @@
 Celery's classes of tasks and results, with the type parameters of celery-types.
 
 At run time Celery's own classes can't be subscripted. A class that derives from the task classes
-here can be: ``SafeTask[[int], str]`` is ``SafeTask`` itself. A result is changed in place: it
-tells what became of its send, and while that waits for a commit, waiting for it has no end.
+here can be: ``SafeTask[[int], str]`` is ``SafeTask`` itself. A result is changed in place: it gets
+``send_error``, and ``get()`` raises an error while the send waits for a commit.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ TRACE: dict[str, Any] = {
     "bytes": b"\xff\x00",
 }
 
-#: A queue with all that a broker has to be told of it.
+#: A queue with each argument that its declaration can have.
 DETAILED = shop(
     routing_key="shop.#",
     bindings=[binding(Exchange("shop2", type="fanout"))],
@@ -514,6 +514,6 @@ def test_a_result_comes_through_rpc(make_line: MakeLine) -> None:
     # An earlier test on this server may have left others.
     (message,) = [one for one in line.take() if one.properties["correlation_id"] == result.id]
     assert run_here(line.app, message) == 3
-    # The run published it with a confirm. What the sender does with it is Celery's alone.
+    # It is in the queue when the run has ended. How the sender reads it is Celery's own code.
     (reply,) = line.queues.take(message.properties["reply_to"])
     assert (reply.properties["correlation_id"], reply.body["result"]) == (result.id, 3)

@@ -314,7 +314,7 @@ def test_a_killed_child_loses_its_open_chunk(scene: Scene, room: Room) -> None:
     assert deaths(room) == [0, 1]
 
 
-#: What a worker is sent, and what its log says once its tasks are told.
+#: The signal for each kind of shutdown, and what the worker then writes into its log.
 SHUTDOWNS = {
     "warm": (signal.SIGTERM, "told to shut down"),
     "soft": (signal.SIGQUIT, "Initiating Soft Shutdown"),
