@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from django_celery_safe.sending.relay import Relay
 from tests.app.celery import app
-from tests.processes import start_in_process
+from tests.processes import FunctionProcess, start_in_process
 
 
 def run_relay(alias: str) -> None:
@@ -16,7 +16,7 @@ def run_relay(alias: str) -> None:
 
 
 @contextmanager
-def relaying(alias: str) -> Iterator[None]:
+def relaying(alias: str) -> Iterator[FunctionProcess]:
     """Have a relay in a process of its own during the block."""
-    with start_in_process(run_relay, alias):
-        yield
+    with start_in_process(run_relay, alias) as relay:
+        yield relay
