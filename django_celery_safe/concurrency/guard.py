@@ -321,9 +321,12 @@ def get_lock_name(
     task_name = call.name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(guarded.options.lock, conf.Unset) else guarded.options.lock
     key = header.get("key")
-    is_key_of_call = message is None or call.is_as_sent(message, args or (), kwargs)
     # The key of the send is made of the message, whose arguments something may have changed.
-    if key is None or not (is_key_of_call or call.is_of_message(task, args)):
+    if key is None or not (
+        message is None
+        or call.is_as_sent(message, args or (), kwargs)
+        or call.is_of_message(task, args)
+    ):
         args, kwargs, serializer = call.sent_arguments(task, message, args, kwargs)
         sent: Args = ()  # without a message, no value needs an encoding
         if message is not None:

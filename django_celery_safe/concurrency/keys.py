@@ -8,7 +8,6 @@ how the call was written, or on whether it is made when the task is sent or when
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import operator
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -272,7 +272,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+    # Of those in the standard library, the one that begins fastest: OpenSSL looks up the others.
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGITS // 2).hexdigest()
 
 
 def _bind(

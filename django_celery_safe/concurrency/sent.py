@@ -13,7 +13,6 @@ sent. After the publication the message no longer owns it, so the end of a run c
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 
 from celery.exceptions import Ignore, Retry
 
-from .. import conf
+from .. import conf, process
 from ..delivery.copies import MessageGoesOn, is_requeued
 from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
@@ -64,7 +63,7 @@ class SentLock:
     #: The lease of the run, if that takes this lock along, or else its own; None: no run goes on.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
-    _pid: int = field(default_factory=os.getpid)
+    _pid: int = field(default_factory=lambda: process.pid)
 
     def lease(self, eta: object = None, expires: object = None) -> float:
         """
@@ -87,7 +86,7 @@ class SentLock:
             Whether the store answered; if not, the lock ends by its lease.
         """
         is_moved = True
-        if self._pid != os.getpid():
+        if self._pid != process.pid:
             return is_moved  # a child of a bare os.fork(), which also leaves the run's blocks
         try:
             if seconds:

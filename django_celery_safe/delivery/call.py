@@ -96,10 +96,11 @@ def find_call(
         direct call; and whether the first argument is not from the message: the task, with
         ``bind=True``, or the ``TaskContext`` of a Django task.
     """
-    task = _find_task(decorated, args, get_current_task())
+    current = get_current_task()
+    task = _find_task(decorated, args, current)
     context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
     bound = bool(args) and isinstance(args[0], (Task, context))
-    return task, find_request(task, function), bound
+    return task, _find_request(task, current, function), bound
 
 
 def _find_task(decorated: Function, args: Args, current: Any) -> Any:
@@ -115,7 +116,10 @@ def _find_task(decorated: Function, args: Args, current: Any) -> Any:
 
 def find_request(task: Any, function: Function) -> Context | None:
     """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
-    current = get_current_task()
+    return _find_request(task, get_current_task(), function)
+
+
+def _find_request(task: Any, current: Any, function: Function) -> Context | None:
     if task is None or current is None:
         return None
     # By its request: a tracer may run a proxy of the task.

@@ -140,10 +140,10 @@ def find_ours(request: Any) -> Any:
 
 def get_header(request: Any) -> Header:
     """Return our header of the message that runs; empty without one."""
-    if request is None or (found := find_ours(request)) is None:
-        return Header()
     kept = getattr(request, "safe_kept", None)
     if type(kept) is not Kept:
+        if request is None or (found := find_ours(request)) is None:
+            return Header()
         kept = request.safe_kept = Kept(read_header({HEADER: found}, request.task))
     return kept.header
 

@@ -222,7 +222,7 @@ class Lease(Generic[S]):
 
     def __post_init__(self) -> None:
         self.pid = process.pid
-        self.began(self.asked_at)
+        self.renew_at = self.asked_at + self.seconds * RENEW_AFTER  # began() would be a call more
 
     def began(self, asked_at: float) -> None:
         """Record that the store started or renewed the lease, with a request at ``asked_at``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 from django.conf import settings as django_settings
@@ -62,6 +62,7 @@ OF_TENANT: Final = {"django_tenants.cache.make_key", "tenant_schemas.cache.make_
 MEMCACHED: Final = "django.core.cache.backends.memcached.BaseMemcachedCache"
 
 
+@cache
 def get_store() -> Store:
     """Return this process's store at the place that the settings name; threads may share it."""
     project = conf.given()  # any alias is valid
@@ -129,6 +130,7 @@ def _cache_store(alias: str) -> Store:
 
 
 def _forget(setting: str = "CACHES", **kwargs: Any) -> None:
+    get_store.cache_clear()
     if setting == "CACHES":
         _cache_store.cache_clear()
 

@@ -27,7 +27,9 @@ class Script:
 # About one in a hundred acquisitions removes keys that were never released from the list.
 NEXT_FENCE: Final = """
 local time = redis.call('TIME')
-local fence = time[1] .. string.sub('00000' .. time[2], -6)
+local micros = time[2]
+if #micros < 6 then micros = string.sub('00000' .. micros, -6) end
+local fence = time[1] .. micros
 local last = redis.call('GETSET', KEYS[2], fence)
 if last and last >= fence then
     fence = string.format('%.0f', last + 1)
@@ -120,20 +122,23 @@ return {free, fence}
 # that this lock, judging by its name, may be a place of; both may have waiters, because the name
 # may also be a separate lock's. Names contain no space, so no lock's key is a mark or wake list.
 RELEASE = Script("""
-local other = KEYS[3] and redis.pcall('GET', KEYS[3])
-if type(other) == 'string' and string.sub(other, 1, 32) == ARGV[3] then
-    redis.pcall('DEL', KEYS[3])
-    redis.pcall('ZREM', KEYS[2], KEYS[3])
+local key, of = KEYS[1], ARGV[2]
+if KEYS[3] then
+    local other = redis.pcall('GET', KEYS[3])
+    if type(other) == 'string' and string.sub(other, 1, 32) == ARGV[3] then
+        redis.pcall('DEL', KEYS[3])
+        redis.pcall('ZREM', KEYS[2], KEYS[3])
+    end
 end
-local lines = {KEYS[1], ARGV[2] ~= '' and ARGV[2] or nil}
-local found = redis.call('MGET', KEYS[1], KEYS[1] .. ' waiting', lines[#lines] .. ' waiting')
+local found = redis.call('MGET', key, key .. ' waiting')
 local value = found[1]
 if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
+redis.call('DEL', key)
 -- Also when it is handed on: the waiter may be gone.
-redis.pcall('ZREM', KEYS[2], KEYS[1])
-for i, line in ipairs(lines) do
-    if found[i + 1] then
+redis.pcall('ZREM', KEYS[2], key)
+if not found[2] and (of or '') == '' then return 1 end
+for _, line in ipairs({key, of}) do
+    if line ~= '' and redis.pcall('GET', line .. ' waiting') then
         local wake = line .. ' wake'
         -- As many as there are places; the limit ends what says who held it.
         local limit = string.match(value, ',(%d+)%]$') or 1
