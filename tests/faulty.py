@@ -34,7 +34,7 @@ class NoOwnerCheckStore(RedisStore):
 
     def release_along(self, name: str, *others: Any) -> bool:
         """Delete the key, whoever holds it."""
-        return bool(self._connections.ask(("DEL", self._keys(name).lock))[0])
+        return bool(self._connections.ask(("DEL", self._key(name)))[0])
 
 
 @chosen_by_a_cache
@@ -81,7 +81,7 @@ class ReadThenWriteStore(RedisStore):
         time.sleep(0.001)
         value = f"{request.token}1 {encode_holder(request.name, request.holder)}"
         lease = str(round(request.seconds * 1000))
-        self._connections.ask(("SET", self._keys(request.name).lock, value, "PX", lease))[0]
+        self._connections.ask(("SET", self._key(request.name), value, "PX", lease))[0]
         return Acquired(1)
 
 
@@ -120,7 +120,7 @@ class ForgetfulFenceStore(RedisStore):
         if not isinstance(outcome, Acquired):
             return outcome
         with self.errors("acquire"):
-            fence = int(self._connections.ask(("INCR", self._keys("fences").lock))[0])
+            fence = int(self._connections.ask(("INCR", self._key("fences")))[0])
             return outcome._replace(fence=fence)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
+from billiard import current_process
 from celery import Celery, Task, signals
 from celery.beat import ScheduleEntry
 from celery.contrib.django.task import DjangoTask
@@ -30,7 +30,6 @@ from django_celery_safe import (
 )
 from django_celery_safe.checks.project import RELAY_TASK
 from django_celery_safe.databases import Now
-from django_celery_safe.locks.stores.local import set_pool_processes
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending.relay import Relay
 from tests import checking
@@ -471,28 +470,15 @@ def test_tables_that_are_missing(app: Celery, make_database: MakeDatabase, tmp_p
 # Workers.
 
 
-def _set_up(pool: str, concurrency: int, most: int | None = None) -> None:
-    """Send what a worker sends when it starts."""
-    pool_cls = type("TaskPool", (), {"__module__": f"celery.concurrency.{pool}"})
-    worker = SimpleNamespace(pool_cls=pool_cls, concurrency=concurrency, max_concurrency=most)
-    starting = (signals.celeryd_after_setup, signals.worker_ready)
-    for receiver in [receiver() for signal in starting for _, receiver in signal.receivers]:
-        if getattr(receiver, "__module__", "").startswith("django_celery"):
-            receiver(instance=worker)
-
-
-def test_the_size_of_the_pool_is_noted(settings: Settings) -> None:
-    """When a worker of several processes is set up, locks in local memory are refused."""
+def test_local_memory_is_refused_in_a_pool(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of a worker's pool holds no locks in its local memory; others do."""
     settings.CACHES = locks_in(LOCMEM)["CACHES"]
-    try:
-        for concurrency, most, processes in ((4, None, 4), (2, 8, 8)):
-            _set_up("prefork", concurrency, most)
-            with pytest.raises(ConfigurationError, match=f"{processes} processes.*--pool=threads"):
-                cache_lock("x").acquire()
-        _set_up("thread", 16)
-        assert cache_lock("x").acquire()
-    finally:
-        set_pool_processes(1)
+    assert cache_lock("x").acquire()
+    monkeypatch.setitem(current_process()._config, "daemon", True)  # as billiard makes them
+    with pytest.raises(ConfigurationError, match=r"a process of a worker's pool.*--pool=threads"):
+        cache_lock("y").acquire()
 
 
 def test_a_worker_logs_no_silenced_check(
@@ -501,7 +487,9 @@ def test_a_worker_logs_no_silenced_check(
     """Checks in SILENCED_SYSTEM_CHECKS are not logged; the others are, with their hints."""
     settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W002"]
     settings.DJANGO_CELERY_SAFE = {}
-    _set_up("solo", 1)
+    for receiver in [receiver() for _, receiver in signals.worker_ready.receivers]:
+        if getattr(receiver, "__module__", "").startswith("django_celery"):
+            receiver()
     # A thread of its own asks a server.
     wait_for(lambda: "W010" in caplog.text, 10)
     assert "HINT: Check that the server is up" in caplog.text

@@ -20,7 +20,6 @@ from django.db import connections
 
 from ..exceptions import ConfigurationError
 from ..inspection.lock_store import PREFIX
-from ..locks.stores.local import set_pool_processes
 from ..texts import get_logger
 from .databases import check_database_servers, check_databases
 from .project import Project, load_project
@@ -34,8 +33,6 @@ def connect() -> None:
     """Register the checks, and log their messages when a worker starts."""
     checks.register(check_all, PREFIX)
     checks.register(check_deployment, PREFIX, deploy=True)
-    # Not worker_init: there a worker does not know the size of its pool yet.
-    signals.celeryd_after_setup.connect(_on_worker_setup, dispatch_uid=PREFIX)
     signals.worker_ready.connect(_on_worker_ready, dispatch_uid=PREFIX)
 
 
@@ -58,13 +55,6 @@ def _run(project: Project, *ways: Callable[[Project], Iterable[CheckMessage]]) -
         with suppress(ConfigurationError):  # a setting is not valid, which E001 reports
             found.extend(check(project))
     return found
-
-
-def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
-    # max_concurrency is the maximum of --autoscale.
-    counts = (instance.concurrency, getattr(instance, "max_concurrency", None), 1)
-    is_prefork = "prefork" in instance.pool_cls.__module__
-    set_pool_processes(max(filter(None, counts)) if is_prefork else 1)
 
 
 def _on_worker_ready(**kwargs: Any) -> None:

@@ -64,10 +64,9 @@ def wrap_run(task: Any) -> Function:
     @wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         header, inner = get_header(task.request), run
-        if not header or (request := find_request(task, run)) is None:
-            return run(*args, **kwargs)
-        for field, path in reversed(WRAPPERS):
-            if field in header:
+        wanted = [path for field, path in WRAPPERS if field in header] if header else ()
+        if wanted and (request := find_request(task, run)) is not None:
+            for path in reversed(wanted):
                 inner = partial(find_higher(path), task, request, inner)
         return inner(*args, **kwargs)
 

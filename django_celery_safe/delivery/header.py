@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 from .. import conf
 from ..texts import get_logger
@@ -82,7 +82,9 @@ class Kept:
     __slots__ = ("header", "run", "sent")
 
     def __init__(self, header: Header) -> None:
-        self.header, self.sent, self.run = header, cast("Any", None), cast("Any", None)
+        self.header = header
+        self.sent: Any = None
+        self.run: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Kept, (self.header,)  # the pickle of a request has neither
@@ -116,7 +118,7 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
         and not (isinstance(value, rule) if type(rule) is type else rule(value))
     ]
     if not wrong:
-        return cast("Header", found)
+        return dict(found)
     text = "The header %r of a message for %s has values that mean nothing, and are ignored: %s."
     logger.warning(text, HEADER, task, ", ".join(wrong))
     return {name: value for name, value in found.items() if name not in wrong}

@@ -103,9 +103,6 @@ class LeaseStore(ABC):
     #: of its client do not hold in each of its steps.
     may_hang: ClassVar[bool] = True
 
-    #: Whether the store consists of several servers, which :meth:`part` tells apart.
-    has_parts: ClassVar[bool] = False
-
     #: Client errors that mean that the store did not answer, or refused the request.
     client_errors: tuple[type[Exception], ...] = ()
     #: Patterns of a server's refusals, each with its meaning (a clause) and advice (a
@@ -133,15 +130,6 @@ class LeaseStore(ABC):
     @abstractmethod
     def peek(self, name: str) -> HeldLock | None:
         """Return the lock called ``name``, with its holder; None: it is free."""
-
-    def part(self, name: str) -> object:
-        """
-        Return which of the store's servers keeps a lease; None: not known, or only one server.
-
-        Each server's leases have a renewing thread of their own, so a server that does not answer
-        costs no lease on the other servers. The result may be out of date.
-        """
-        return None
 
     def renews(self) -> bool:
         """Return whether the renewing thread can see what this thread acquires now."""

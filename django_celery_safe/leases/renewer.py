@@ -41,8 +41,8 @@ LINGER: Final = 10.0
 LONGEST_FINISH: Final = 5.0
 
 
-#: A store, its part, and the binary order of magnitude of the leases.
-LaneKey: TypeAlias = tuple[LeaseStore, object, int]
+#: A store, and the binary order of magnitude of the leases.
+LaneKey: TypeAlias = tuple[LeaseStore, int]
 
 
 class Renewer:
@@ -59,13 +59,11 @@ class Renewer:
         self.changed = threading.Condition(self.mutex)
         #: Leases that a lane's thread is renewing at the moment.
         self.renewing: dict[Lane, list[Lease[Any]]] = {}
-        #: By the store, and the part of the store that keeps the leases.
         self.lanes: dict[LaneKey, Lane] = {}
 
     def add(self, lease: Lease[Any]) -> None:
         """Renew ``lease`` from now on; call it again when its length has changed."""
-        store, (_, magnitude) = lease.store, math.frexp(lease.seconds)
-        key = store, store.part(lease.name) if store.has_parts else None, magnitude
+        key = lease.store, math.frexp(lease.seconds)[1]
         with self.mutex:
             before = None if lease.lane is None else self.drop(lease)
             lane = self.lanes.get(key)
@@ -146,7 +144,7 @@ class Renewer:
 
 class Lane:
     """
-    Leases of similar length in one store, or part of a store, and the thread that renews them.
+    Leases of similar length in one store, and the thread that renews them.
 
     Whoever calls ``add`` or ``close_if_idle``, or changes ``leases``, holds the renewer's mutex.
     """

@@ -160,7 +160,8 @@ class CacheLock:
                 found = self._try(store, seconds, patience)
                 if not isinstance(found, HeldLock):
                     mine.lease, mine.fence, mine.contender = found, found.fence, None
-                    self._keep_renewed(found)
+                    if found.lock is not None:
+                        renewer.add(found)
                     return True
                 mine.contender = found
                 left = math.inf if longest is None else started_at + longest - clock.now()
@@ -383,8 +384,8 @@ class CacheLock:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        lease = self.lease
-        if lease is None:
+        lease = self._mine.lease
+        if lease is None or lease.pid != process.pid:
             contender = self._mine.contender
             if exc_info[0] is None and contender is not None and not self._mine.asked:
                 warn_not_asked(self.name, contender.holder)

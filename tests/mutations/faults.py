@@ -192,8 +192,8 @@ delivery.header:is_token: a forged token of another length cuts a lock's value i
 -isinstance(value, str) and _TOKEN.fullmatch(value) is not None
 +isinstance(value, str)
 delivery.call:wrap_run: a carried run ends its row inside of its lock
--in reversed(WRAPPERS)
-+in WRAPPERS
+-in reversed(wanted)
++in wanted
 delivery.endings:_on_prerun: a run that a time limit ended is still there for the next one
 -_running.set(frozenset())
 +pass

@@ -27,6 +27,7 @@ class RedisClusterServer(RedisServer):
         super().__init__(cluster=True, options=options)
         others = [RedisServer(cluster=True, options=options) for _ in range(NODES - 1)]
         self.nodes: list[RedisServer] = [self, *others]
+        self._moved: dict[int, RedisServer] = {}
         for number, node in enumerate(self.nodes):
             node.slots = range(SLOTS * number // NODES, SLOTS * (number + 1) // NODES)
 
@@ -64,9 +65,10 @@ class RedisClusterServer(RedisServer):
             super().close()
 
     def node_of(self, key: str) -> RedisServer:
-        """Return the node that has the slot of a key at the start."""
+        """Return the node that has the slot of a key."""
         slot = key_slot(key.encode())
-        return next(node for node in self.nodes if slot in node.slots)
+        at_first = next(node for node in self.nodes if slot in node.slots)
+        return self._moved.get(slot, at_first)
 
     @contextmanager
     def moving(self, key: str) -> Iterator["Move"]:
@@ -83,6 +85,7 @@ class RedisClusterServer(RedisServer):
                 for client in (new, old):
                     client.execute_command("CLUSTER", "SETSLOT", move.slot, "NODE", ids[1])
                 wait_for(lambda: move.has_ended(old, new), 20, "the nodes agree on no owner")
+                self._moved[move.slot] = move.new
 
     def move(self, key: str) -> "Move":
         """Move the slot of a key to another node."""

@@ -208,8 +208,8 @@ def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
 
 #: The stores of caches; all others are portable. As texts: each imports a client, on first use.
 _STORES: Final = {
-    "django_redis.cache.RedisCache": f"{__name__}.redis_cluster.make_redis_store",
-    "django.core.cache.backends.redis.RedisCache": f"{__name__}.redis_cluster.make_redis_store",
+    "django_redis.cache.RedisCache": f"{__name__}.redis.RedisStore",
+    "django.core.cache.backends.redis.RedisCache": f"{__name__}.redis.RedisStore",
     "django.core.cache.backends.memcached.PyMemcacheCache": f"{__name__}.memcached.MemcachedStore",
     "django.core.cache.backends.locmem.LocMemCache": f"{__name__}.local.LocalStore",
 }

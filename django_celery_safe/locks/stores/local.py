@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import ClassVar
 
+from billiard import current_process
 from django.conf import settings
 
 from ...exceptions import ConfigurationError
@@ -50,15 +51,6 @@ class _Memory:
 #: One memory for each LOCATION, as LocMemCache itself has.
 _memories: dict[str, _Memory] = {}
 
-#: Number of processes in the worker pool that this process belongs to.
-_pool_processes = 1
-
-
-def set_pool_processes(count: int) -> None:
-    """Record that this process, or its children, form a worker pool of ``count`` processes."""
-    global _pool_processes
-    _pool_processes = count
-
 
 def clear() -> None:
     """Delete every lock in this process's memory."""
@@ -84,11 +76,11 @@ class LocalStore(Store):
         self._location = str(settings.CACHES[alias].get("LOCATION", ""))
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
-        if _pool_processes > 1:
+        if current_process().daemon:
             raise ConfigurationError(
-                f"{self.where} can't hold locks: this worker pool has {_pool_processes} processes, "
-                f"and each has a memory of its own. Use Redis, or set LOCK_DATABASE, or run the "
-                f"worker with --pool=threads or --concurrency=1."
+                f"{self.where} can't hold locks: this is a process of a worker's pool, and each "
+                f"has a memory of its own. Use Redis, or set LOCK_DATABASE, or run the worker with "
+                f"--pool=threads."
             )
         memory = self._memory()
         with memory.mutex:

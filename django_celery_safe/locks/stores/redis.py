@@ -12,6 +12,9 @@ script takes the first free place. All waiters queue at the first place.
 A waiter sets a mark, and then sends two commands at once: a blocking pop, and the acquisition,
 which the server runs when the pop ends. A release that sees the mark pushes one element. This
 wakes the waiter that has waited longest, and the server gives it the lock in the same moment.
+
+A script may only use keys of one slot of a Redis Cluster, so all locks are in one: the keys of all
+locks have the same hash tag there.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from redis.exceptions import NoScriptError
 
@@ -43,7 +46,7 @@ from ...leases.lease import Renewal, Renewals
 from ...texts import describe_error
 from . import redis_scripts as scripts
 from .base import Acquired, Eviction, LockRequest, Store
-from .redis_connections import CLIENT_ERRORS, Connections, Pop
+from .redis_connections import CLIENT_ERRORS, ClusterClient, Connections, Pop
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -68,6 +71,8 @@ MARK_LASTS: Final = "2000"
 LOCK_KEY: Final = "celery_safe:lock:"
 FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
+#: The hash tag of all keys in a Redis Cluster.
+TAG: Final = "{celery_safe}"
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
 HARMLESS: Final = (
@@ -107,50 +112,56 @@ REFUSALS: Final = {
         "Give the locks a database number of their own, or another KEY_PREFIX.",
     ),
 }
+#: The same of the nodes of a Redis Cluster, while slots are moved or after a node was lost.
+CLUSTER_REFUSALS: Final = {
+    r"\b(TRYAGAIN|TryAgainError|ASK|AskError|MOVED|MovedError|non local key|TTL exhausted)\b": (
+        "the cluster is moving the slot of the locks from node to node, and was not done in time",
+        "Try again later; `redis-cli --cluster fix` ends a move that was interrupted.",
+    ),
+    r"\b(CLUSTERDOWN|ClusterDownError|SlotNotCoveredError|is not covered)\b": (
+        "the node of the cluster that has the locks is down, and no other has its slots",
+        "See `redis-cli --cluster check`; replicas take over from a node that is lost.",
+    ),
+} | REFUSALS
 #: Errors that only a Redis Cluster node returns.
 OF_CLUSTER: Final = re.compile(
     r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
 )
 
 
-class Keys(NamedTuple):
-    """The keys that an acquisition of a lock writes: its own, the counter of fences, the list."""
-
-    lock: str
-    fence: str
-    listing: str
-
-
 class RedisStore(Store):
-    """
-    Locks in one Redis database.
-
-    Args:
-        client: The client that writes for ``cache``; None: take it from the cache.
-    """
+    """Locks in one Redis database, or in one Redis Cluster."""
 
     greets: ClassVar[bool] = True
     carries: ClassVar[bool] = True
     limits: ClassVar[bool] = True
-    connections_class: ClassVar[Any] = Connections
     refusals = REFUSALS
     #: The last four: a server, or what stands before it, answered something else than it should.
     client_errors = (*CLIENT_ERRORS, ValueError, TypeError, AttributeError, LookupError)
 
-    def __init__(self, alias: str, cache: BaseCache, client: Any = None) -> None:
-        client = client_of(cache) if client is None else client
-        self.where = f'CACHES["{alias}"] (redis)'
-        self._connections = self.connections_class(client)
+    def __init__(self, alias: str, cache: BaseCache) -> None:
+        try:
+            client = client_of(cache)
+        except CLIENT_ERRORS as error:  # only a cluster client connects here; others connect later
+            where, reason = f'CACHES["{alias}"] (redis cluster)', describe_error(error)
+            raise LockBackendError(where, "connect to the cluster", reason) from error
+        # A client of a cluster has a pool for each node.
+        in_cluster = hasattr(client, "nodes_manager")
+        self.where = f'CACHES["{alias}"] (redis{" cluster" if in_cluster else ""})'
+        if in_cluster:
+            self.refusals = CLUSTER_REFUSALS  # type: ignore[misc]
+        self._connections: Any = (ClusterClient if in_cluster else Connections)(client)
         timeout = self._connections.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
-        self._make_key = cache.make_key
-        self._shared = str(cache.make_key(FENCE)), str(cache.make_key(LISTING))
-        #: :meth:`make_keys`, which remembers them: each lock's are needed at least twice.
-        self._keys = lru_cache(maxsize=10_000)(self.make_keys)
+        tag, make_key = TAG if in_cluster else "", cache.make_key
+        self._fence, self._listing = [f"{tag}{make_key(key)}" for key in (FENCE, LISTING)]
 
-    def make_keys(self, name: str) -> Keys:
-        """Return the keys of a lock, or of a place of a lock."""
-        return Keys(str(self._make_key(LOCK_KEY + plain_name(name))), *self._shared)
+        @lru_cache(maxsize=10_000)  # each lock's is needed at least twice
+        def key_of(name: str) -> str:
+            return f"{tag}{make_key(LOCK_KEY + plain_name(name))}"
+
+        #: Return the key of a lock, or of a place of a lock.
+        self._key = key_of
 
     def connect(self) -> None:
         if not self._connections.idle:
@@ -159,16 +170,17 @@ class RedisStore(Store):
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token, seconds, holder, patience, limit, along = request
-        keys, text = [*self._keys(name)], encode_holder(name, holder, limit)
+        keys = [self._key(name), self._fence, self._listing]
+        text = encode_holder(name, holder, limit)
         pop = (keys[0] + " wake", patience) if patience else None
         args = [token, _milliseconds(seconds), text, "" if patience is None else MARK_LASTS]
         if limit > 1:
-            keys += [self._keys(place).lock for place in place_names(name, limit)[1:]]
+            keys += map(self._key, place_names(name, limit)[1:])
             cut = len(quoted(name))  # behind its last character, before the quote
             task_id = "" if holder.task_id is None else quoted(holder.task_id)
             args[2:] = text[:cut], args[3], text[cut:], task_id
         elif along is not None:
-            keys.append(self._keys(along.name).lock)
+            keys.append(self._key(along.name))
             args += [along.token, _milliseconds(min(seconds, along.seconds))]
         try:  # errors() would take as long as to build the command
             script = scripts.ACQUIRE if limit == 1 else scripts.ACQUIRE_PLACE
@@ -187,12 +199,11 @@ class RedisStore(Store):
     def release_along(
         self, name: str, token: str, remaining: float | None, along: Renewal | None
     ) -> bool:
-        lock, _, listing = self._keys(name)
-        keys, args = [lock, listing], [token]
+        keys, args = [self._key(name), self._listing], [token]
         if PLACE in name or along is not None:
-            args.append(self._keys(split_place(name)[0]).lock if PLACE in name else "")
+            args.append(self._key(split_place(name)[0]) if PLACE in name else "")
         if along is not None:
-            keys.append(self._keys(along.name).lock)
+            keys.append(self._key(along.name))
             args.append(along.token)
         try:
             freed, is_repeat = self._run(scripts.RELEASE, keys, args)
@@ -215,7 +226,7 @@ class RedisStore(Store):
         # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
             names, tokens, leases = zip(*renewals[start : start + PAGE], strict=True)
-            keys = [self._keys(names[0]).listing, *[self._keys(name).lock for name in names]]
+            keys = [self._listing, *map(self._key, names)]
             if len(set(leases)) == 1:
                 leases = leases[:1]  # the script extends all that follow by the last
             args = ("".join(tokens), " ".join(map(_milliseconds, leases)))
@@ -226,19 +237,15 @@ class RedisStore(Store):
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
-            (value, left), _ = self._run(scripts.PEEK, [self._keys(name).lock], [])
+            (value, left), _ = self._run(scripts.PEEK, [self._key(name)], [])
             return None if value is None else _read_lock(name, value, left)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        return self._iter_listed(self._keys("").listing)
-
-    def _iter_listed(self, index: str) -> Iterator[HeldLock]:
-        """Yield the locks on one list."""
         cursor = "0"
         while True:
             with self.errors("list"):
                 args = [cursor, str(PAGE)]
-                (now, after, flat), _ = self._run(scripts.PAGE_OF_LOCKS, [index], args)
+                (now, after, flat), _ = self._run(scripts.PAGE_OF_LOCKS, [self._listing], args)
                 cursor, keys = after.decode(), flat[::2]
                 values = self._connections.ask(("MGET", *keys))[0] if keys else []
                 page = [
@@ -262,7 +269,7 @@ class RedisStore(Store):
         return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
 
     def ask_refused(self) -> list[str]:
-        own = self._keys(f"doctor:{uuid.uuid4().hex}").lock
+        own = self._key(f"doctor:{uuid.uuid4().hex}")
         keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
         refused = {}
         for command in HARMLESS:
@@ -280,12 +287,12 @@ class RedisStore(Store):
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
-            seconds, microseconds = self._run(scripts.TIME, [self._keys("").listing], [])[0]
+            seconds, microseconds = self._run(scripts.TIME, [self._listing], [])[0]
             return int(seconds) + int(microseconds) / 1_000_000
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
-        if OF_CLUSTER.search(text):
+        if self.refusals is REFUSALS and OF_CLUSTER.search(text):
             return ConfigurationError(
                 f"{self.where} can't hold locks: it is a node of Redis Cluster, and the cache's "
                 f"client is a plain one, which asks that node for the keys of all others ({text}). "

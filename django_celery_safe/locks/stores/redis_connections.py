@@ -198,6 +198,46 @@ class Connections:
         return answer
 
 
+class ClusterClient:
+    """Sends commands as :class:`Connections` does, through redis-py's client of the cluster."""
+
+    #: The client connects to each node when it needs it.
+    idle = True
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.options: dict[str, Any] = client.get_connection_kwargs()
+
+    def close(self) -> None:
+        """Close nothing: the connections are the cache's."""
+
+    def ask(
+        self, command: tuple[Any, ...], within: float | None = None, pop: Pop | None = None
+    ) -> tuple[Any, bool]:
+        """
+        Do what :meth:`Connections.ask` does, but for ``within``: the cache's timeouts hold.
+
+        After a pop, another client's command may be first: a cluster takes no two at once.
+        """
+        if pop is not None:
+            self._send("BLPOP", pop[0], str(pop[1]))
+        if command[0] != "EVALSHA":
+            return self._send(*command), False
+        try:
+            # A command for a node is sent once, unlike one for a key.
+            node = self._client.get_node_from_key(command[3])
+            return self._send(*command, target_nodes=node), False
+        except (exceptions.ConnectionError, exceptions.ClusterDownError):
+            return self._send(*command), True
+
+    def ask_memory(self) -> list[dict[str, Any]]:
+        """Return what INFO says of the memory of each primary."""
+        return list(self._client.info("memory", target_nodes=self._client.PRIMARIES).values())
+
+    def _send(self, *command: Any, **options: Any) -> Any:
+        return self._client.execute_command(*command, NEVER_DECODE=True, **options)
+
+
 def _close(connections: list[Any]) -> None:
     with suppress(IndexError):  # another thread may take the last one
         while connections:
