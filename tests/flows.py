@@ -21,9 +21,9 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 4,
     "single_instance send": 4,
-    "single_instance run": 25,
-    "unique_until send": 18,
-    "unique_until run": 34,
+    "single_instance run": 22,
+    "unique_until send": 16,
+    "unique_until run": 32,
     "outbox call and commit": 28,
     "relay of one": 18,
     "do_once": 6,
