@@ -255,11 +255,10 @@ class Run:
                 work = self.work
                 if sent is not None:
                     work = functools.partial(sent.hold, lock, lease, self.options, work)
-                if self.message is None or not self.task.acks_late:
-                    result = work()
-                else:
-                    with copies.marking_end(self.task, self.message, lease):
-                        result = work()
+                if self.message is not None and self.task.acks_late:
+                    given = (self.task, self.message, lease, work)
+                    work = functools.partial(copies.run_and_mark, *given)
+                result = work()
                 if sent is not None and not sent.settled and sent.passed_on is None:
                     lock.along = sent.freed = Renewal(sent.name, sent.token, 0.0)
                 return result

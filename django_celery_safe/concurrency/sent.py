@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from ..delivery.copies import MessageGoesOn, is_requeued
 from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
-from ..leases.holder import Holder
+from ..leases.holder import Holder, describe_arguments
 from ..leases.lease import Lease, Renewal, clock
 from ..leases.renewer import renewer
 from ..locks import CacheLock, HeldLock
@@ -135,11 +135,11 @@ class SentLock:
                 self.settled = True
             else:
                 self.move(0)
-        elif is_carried:
+        elif run_lease.lock is not None:  # it is renewed
             self._lease = run_lease
             run_lease.along = Renewal(self.name, self.token, run_lease.seconds)
-        else:
-            self.renew(run_lease.seconds)
+            if not is_carried:
+                self._extend(run_lease.along)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds``, until the end of a run."""
@@ -153,6 +153,9 @@ class SentLock:
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)
+        self._extend(renewal)
+
+    def _extend(self, renewal: Renewal) -> None:
         try:
             if not self._store.extend([renewal])[0]:
                 self._stop_renewing()
@@ -185,30 +188,31 @@ class SentLock:
         """Report an error of the store instead of raising it: the lock ends by its lease."""
         LOCK_NOT_RELEASED.emit(SentLock, name=self.name, reason=str(error), leases=1)
 
-    def claim(
-        self, task: str, task_id: str, seconds: float, arguments: str | None = None
-    ) -> HeldLock | None:
+    def claim(self, headers: Mapping[str, Any]) -> HeldLock | None:
         """
-        Take the lock for a message that is about to be published.
+        Take the lock for a message that is about to be published, unless that has expired.
 
         Args:
-            task, task_id, arguments: The facts about the message that its holder keeps.
-            seconds: Length of the lease.
+            headers: The headers of the message, whose facts its holder keeps.
 
         Returns:
-            None if the message holds the lock now; otherwise the lock with its other holder.
+            The lock with its other holder; None: the message holds it now, or has expired.
 
         Raises:
             ConfigurationError: The store can't keep a lock for a period of this length.
             LockBackendError: The store did not answer; the message must not be published.
             WrongTransaction: The lock's database has an open transaction.
         """
-        store = self._store
+        seconds = self.lease(headers.get("eta"), headers.get("expires"))
+        if not seconds:
+            return None
+        store, task = self._store, headers["task"]
         if self.period is not None:
             store.check_lease(seconds)
         seconds = store.nearest_lease(seconds)
+        shown = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
         # No process: the message does not depend on whether the sender is still alive.
-        holder = Holder(since=time.time(), task=task, task_id=task_id, arguments=arguments)
+        holder = Holder(since=time.time(), task=task, task_id=headers["id"], arguments=shown)
         try:
             outcome = store.take(LockRequest(self.name, self.token, seconds, holder))
         except WrongTransaction as error:

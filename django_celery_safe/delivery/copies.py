@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
@@ -195,18 +194,18 @@ def begin_or_requeue(
     return begun
 
 
-@contextmanager
-def marking_end(task: Any, request: Context, lease: Lease[Store]) -> Iterator[None]:
-    """Mark the end of the run in the block, for deliveries of its message that may still come."""
+def run_and_mark(task: Any, request: Context, lease: Lease[Store], work: Callable[[], T]) -> T:
+    """Run, and mark the end of the run for deliveries of its message that may still come."""
     began_at = clock.now()
     try:
-        yield
+        result = work()
     except Exception as error:
         # If its message was put back, or its work given up, another run has to do it.
         if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):
             mark_end(task, request, lease.store, clock.now() - began_at)
         raise
     mark_end(task, request, lease.store, clock.now() - began_at)
+    return result
 
 
 def mark_end(task: Any, request: Context, store: Store, seconds: float) -> bool:

@@ -29,7 +29,6 @@ from ..concurrency.sent import SentLock, find_lock_of, find_sent, leave_period
 from ..delivery.call import is_as_sent
 from ..delivery.header import HEADER, Header, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
-from ..leases.holder import describe_arguments
 from ..locks import HeldLock
 from .arguments import show, show_plain
 from .capture import CAPTURED
@@ -226,12 +225,10 @@ def publish_once(
     task = headers.get("task")
     header = read_header(headers, task)
     sent = find_lock_of(task, header)
-    seconds = 0.0 if sent is None else sent.lease(headers.get("eta"), headers.get("expires"))
-    if task is None or sent is None or not seconds:
+    if sent is None:
         publish()
         return None
-    arguments = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
-    held = sent.claim(task, headers["id"], seconds, arguments)
+    held = sent.claim(headers)
     if sent.period is not None:
         leave_period(headers)
     if held is None:

@@ -209,7 +209,7 @@ delivery.copies:_send: a message that waits beyond the visibility timeout multip
 concurrency.guard:_run: a run longer than the visibility timeout is followed by another, for ever
 -if "copy" in header or (message.delivery_info or {}).get("redelivered"):
 +if False:
-delivery.copies:marking_end: a copy that is to replace a run that gave up is dropped, and the work
+delivery.copies:run_and_mark: a copy that is to replace a run that gave up is dropped, and the work
   is lost
 -if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):
 +if True:
