@@ -106,9 +106,9 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
     return claim, claim.began_with
 
 
-def record(alias: str, cursor: Cursor) -> Claim | None:
-    """Record a cursor of the running work; return the claim that is no longer ours, or None."""
-    claim, text = current_claim(), cursor.encode()
+def record(alias: str, text: str) -> Claim | None:
+    """Record an encoded cursor of the running work; return a claim that is no longer ours."""
+    claim = current_claim()
     moved = text != claim.place  # otherwise a death is one without progress
     for one in own_claims():  # a message has a place of its own, beside that of a key inside it
         values = {"lease": one.seconds, "moved": moved, "cursor": text if one is claim else None}
@@ -159,7 +159,7 @@ def checkpoint(cursor: Any) -> None:
     claim, _ = begin_walk(OF, "checkpoint()")
     if claim.table is None:
         return
-    alias, place = claim.table.alias, Cursor(OF, cursor)
+    alias, place = claim.table.alias, Cursor(OF, cursor).encode()
     if in_atomic(alias):
         # Even if the block does not see the error.
         with transaction.mark_for_rollback_on_error(using=alias):

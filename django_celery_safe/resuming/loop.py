@@ -270,7 +270,7 @@ class Chunk:
         connections[self._alias].validate_no_broken_transaction()
         if len(self._blocks) > 1:
             self._blocks.pop().__exit__(None, None, None)
-        if (lost := record(self._alias, cursor)) is not None:
+        if (lost := record(self._alias, cursor.encode())) is not None:
             self.abandon()
             lost.raise_lost()
         block = self._blocks.pop()

@@ -86,6 +86,20 @@ def test_a_wrong_checkpoint_fails_the_task(carried: Carried, body: Any, said: st
     assert said in str(error)
 
 
+def test_a_block_that_handles_a_wrong_cursor_goes_on(carried: Carried) -> None:
+    """Nothing was asked of the database, so the block can write and be committed."""
+
+    def body(task: Any) -> None:
+        with transaction.atomic(using=carried.alias):
+            with pytest.raises(ConfigurationError, match="plain data"):
+                checkpoint("x" * 5000)
+            Person.everyone.using(carried.alias).create(email="written")
+            checkpoint(1)
+
+    assert run(carried, body).state == "SUCCESS"
+    assert read_emails(carried.alias) == ["written"]
+
+
 def test_a_direct_call_has_no_checkpoint(carried: Carried) -> None:
     """Each call does all of it."""
     carried.body = read_lines(carried.alias)
