@@ -25,6 +25,8 @@ LIMITS: Final = {
     "unique_until send": 16,
     "unique_until run": 32,
     "outbox call and commit": 28,
+    "carried call and commit": 30,
+    "carried run": 29,
     "relay of one": 18,
     "do_once": 6,
     "idempotent run": 34,
@@ -116,6 +118,7 @@ def trace_all() -> dict[str, Trace]:
     plain = task(body, "plain")
     alone = task(single_instance(key="{url}")(body), "alone")
     unique = task(single_instance(key="{url}", unique_until="end")(body), "unique", acks_late=True)
+    carried = task(body, "carried", outbox="until_done")
     step = task(stages.step(params), "step", acks_late=True)
     once = task(idempotent(key="{url}")(body), "once", acks_late=True)
     mailbox.app.finalize()
@@ -123,6 +126,7 @@ def trace_all() -> dict[str, Trace]:
     for warm in (plain, alone, unique, once):  # what comes once
         warm.delay("warm")
     plain.apply_async_on_commit(("warm",), outbox=True)
+    carried.delay("warm")
     stages.start([(step, 2), (step, 1)])
     while messages := mailbox.take():
         for message in messages:
@@ -141,6 +145,11 @@ def trace_all() -> dict[str, Trace]:
     with flow("outbox call and commit"), transaction.atomic():
         plain.apply_async_on_commit(("a",), outbox=True)
     mailbox.take()
+    with flow("carried call and commit"), transaction.atomic():
+        carried.delay("a")
+    message = mailbox.take_one()
+    with flow("carried run"):
+        mailbox.deliver(message)
     with transaction.atomic():
         plain.apply_async_on_commit(("a",), outbox=True)
         connections["default"].run_on_commit.clear()  # as if the process died here
