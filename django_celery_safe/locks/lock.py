@@ -195,7 +195,7 @@ class CacheLock:
         task, request = self.run or _find_run()
         holder = describe_holder(task, request, renew, seconds)
         along = self.along if store.carries and limit == 1 else None
-        if store.greets:
+        if not store.open_connections:
             store.connect()
         asked_at = clock.now()
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ... import conf
 from ...exceptions import ConfigurationError
@@ -107,8 +107,8 @@ class Store(LeaseStore):
     limits: ClassVar[bool] = False
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
-    #: Whether a new connection has a greeting, which is not to be a part of a lease.
-    greets: ClassVar[bool] = False
+    #: Falsy: the next request needs a new connection, whose greeting is not to be part of a lease.
+    open_connections: Any = True
     #: Whether a request for one lock may carry another along, which is then no request of its own.
     carries: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
@@ -118,7 +118,7 @@ class Store(LeaseStore):
     weakness: ClassVar[str] = ""
 
     def connect(self) -> None:
-        """Have an open connection for the next request, if the store :attr:`greets`."""
+        """Have an open connection for the next request."""
 
     @abstractmethod
     def take(self, request: LockRequest) -> Acquired | HeldLock:

@@ -132,7 +132,6 @@ OF_CLUSTER: Final = re.compile(
 class RedisStore(Store):
     """Locks in one Redis database, or in one Redis Cluster."""
 
-    greets: ClassVar[bool] = True
     carries: ClassVar[bool] = True
     limits: ClassVar[bool] = True
     refusals = REFUSALS
@@ -151,6 +150,7 @@ class RedisStore(Store):
         if in_cluster:
             self.refusals = CLUSTER_REFUSALS  # type: ignore[misc]
         self._connections: Any = (ClusterClient if in_cluster else Connections)(client)
+        self.open_connections = self._connections.idle
         timeout = self._connections.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         tag, make_key = TAG if in_cluster else "", cache.make_key
@@ -164,9 +164,8 @@ class RedisStore(Store):
         self._key = key_of
 
     def connect(self) -> None:
-        if not self._connections.idle:
-            with self.errors("acquire"):
-                self._connections.connect()
+        with self.errors("acquire"):
+            self._connections.connect()
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token, seconds, holder, patience, limit, along = request
