@@ -22,7 +22,6 @@ from celery._state import get_current_task
 from celery.app.task import Context
 from django.utils.module_loading import import_string
 
-from .. import conf
 from ..compat import dump_models, has_models
 from ..exceptions import ConfigurationError
 from .header import get_header
@@ -51,10 +50,8 @@ _running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
     "django_celery_safe_running_functions", default=frozenset()
 )
 
-#: None: the run that goes on in this context has begun with a message without our header.
-begun_with: ContextVar[conf.Unset | None] = ContextVar(
-    "django_celery_safe_begun_with", default=conf.UNSET
-)
+#: Whether the run that goes on in this context has begun with a message without our header.
+is_plain: ContextVar[bool] = ContextVar("django_celery_safe_is_plain", default=False)
 
 
 @cache
@@ -69,7 +66,7 @@ def wrap_run(task: Any) -> Function:
 
     @wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if begun_with.get() is None:  # as most: to look for it would take ten times as long
+        if is_plain.get():  # as most: to look for it would take ten times as long
             return run(*args, **kwargs)
         header, inner = get_header(task.request), run
         wanted = [path for field, path in WRAPPERS if field in header] if header else ()

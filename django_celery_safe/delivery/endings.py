@@ -23,13 +23,12 @@ from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
-from .. import conf
 from ..compat import acknowledges_timeout
 from ..exceptions import CelerySafeError
 from ..leases.claim import current_claims as _claims
 from ..leases.holder import HOST, Holder
 from ..texts import get_logger
-from .call import _running, begun_with, find_higher
+from .call import _running, find_higher, is_plain
 from .copies import MessageGoesOn
 from .header import HEADER, Header, find_ours, get_header
 
@@ -119,8 +118,7 @@ def _on_received(request: Any, **kwargs: Any) -> None:
 def _on_prerun(task: Any, **kwargs: Any) -> None:
     """Forget what a time limit may have kept the last run of this thread from forgetting."""
     request = task.request
-    is_plain = not (request.is_eager or request.headers) and not hasattr(request, HEADER)
-    begun_with.set(None if is_plain else conf.UNSET)
+    is_plain.set(not (request.is_eager or request.headers or hasattr(request, HEADER)))
     if len(_task_stack) == 1 and not request.is_eager:
         _claims.set(())
         _running.set(frozenset())
@@ -152,7 +150,7 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **kwargs: Any) -> N
 
 
 def _on_postrun(task: Any, state: str | None, retval: Any = None, **kwargs: Any) -> None:
-    begun_with.set(conf.UNSET)
+    is_plain.set(False)
     if not (request := task.request).is_eager:
         again = state in (None, states.RETRY) or isinstance(retval, MessageGoesOn)
         _report_run("over", task, request, comes_again=again)
