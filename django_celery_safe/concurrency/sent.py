@@ -209,12 +209,12 @@ class SentLock:
         store, task = self._store, headers["task"]
         if self.period is not None:
             store.check_lease(seconds)
-        seconds = store.nearest_lease(seconds)
         shown = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
         # No process: the message does not depend on whether the sender is still alive.
         holder = Holder(since=time.time(), task=task, task_id=headers["id"], arguments=shown)
         try:
-            outcome = store.take(LockRequest(self.name, self.token, seconds, holder))
+            lease = store.nearest_lease(seconds)
+            outcome = store.take(LockRequest(self.name, self.token, lease, holder))
         except WrongTransaction as error:
             raise WrongTransaction(
                 f"Task {task} has unique_until, and its lock lives in {store.where}, which has a "

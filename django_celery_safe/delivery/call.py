@@ -50,8 +50,8 @@ _running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
     "django_celery_safe_running_functions", default=frozenset()
 )
 
-#: Whether the run that goes on in this context has begun with a message without our header.
-is_plain: ContextVar[bool] = ContextVar("django_celery_safe_is_plain", default=False)
+#: Whether the run that goes on in this context has begun with our header; None: not known.
+has_header: ContextVar[bool | None] = ContextVar("django_celery_safe_has_header", default=None)
 
 
 @cache
@@ -66,10 +66,10 @@ def wrap_run(task: Any) -> Function:
 
     @wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if is_plain.get():  # as most: to look for it would take ten times as long
-            return run(*args, **kwargs)
-        header, inner = get_header(task.request), run
-        wanted = [path for field, path in WRAPPERS if field in header] if header else ()
+        # Most have none, and to look for it would take ten times as long.
+        header = None if has_header.get() is False else get_header(task.request)
+        wanted = [path for field, path in WRAPPERS if field in header] if header else []
+        inner = run
         if wanted and (request := find_request(task, run)) is not None:
             for path in reversed(wanted):
                 inner = partial(find_higher(path), task, request, inner)

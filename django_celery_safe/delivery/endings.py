@@ -28,7 +28,7 @@ from ..exceptions import CelerySafeError
 from ..leases.claim import current_claims as _claims
 from ..leases.holder import HOST, Holder
 from ..texts import get_logger
-from .call import _running, find_higher, is_plain
+from .call import _running, find_higher, has_header
 from .copies import MessageGoesOn
 from .header import HEADER, Header, find_ours, get_header
 
@@ -118,7 +118,8 @@ def _on_received(request: Any, **kwargs: Any) -> None:
 def _on_prerun(task: Any, **kwargs: Any) -> None:
     """Forget what a time limit may have kept the last run of this thread from forgetting."""
     request = task.request
-    is_plain.set(not (request.is_eager or request.headers or hasattr(request, HEADER)))
+    may_have = request.is_eager or request.headers or hasattr(request, HEADER)
+    has_header.set(None if may_have else False)
     if len(_task_stack) == 1 and not request.is_eager:
         _claims.set(())
         _running.set(frozenset())
@@ -150,7 +151,7 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **kwargs: Any) -> N
 
 
 def _on_postrun(task: Any, state: str | None, retval: Any = None, **kwargs: Any) -> None:
-    is_plain.set(False)
+    has_header.set(None)
     if not (request := task.request).is_eager:
         again = state in (None, states.RETRY) or isinstance(retval, MessageGoesOn)
         _report_run("over", task, request, comes_again=again)
