@@ -18,7 +18,7 @@ from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
 from django.db import router
 
-from .. import conf, queries
+from .. import queries
 from ..databases import refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
@@ -303,11 +303,6 @@ def forget_record(key: str, *, using: str | None = None) -> bool:
     if holder is None:
         return False
     raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
-
-
-def get_prunable(alias: str) -> list[IdempotencyRecords]:
-    """Return querysets of the records that have expired, or were orphaned long ago."""
-    return RecordTable(alias).all().prunable(conf.retention("records"))
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from django.db.models import Q
 from django.db.models.functions import Length
 from django.utils.translation import gettext_lazy as _
 
-from .. import databases, queries
+from .. import conf, databases, queries
 from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
@@ -118,6 +118,15 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Messages that an operator may delete so that their task does not run, or run again."""
         carried = Q(state=State.SENT, due_at__isnull=False)
         return self.filter(carried | Q(state=State.PENDING) | GIVEN_UP)
+
+    def prunable(self) -> list[OutboxMessages]:
+        """Return the messages whose retention has expired; each part is found by an index."""
+        found = list[OutboxMessages]()
+        if (age := conf.retention("sent")) is not None:
+            found += [self.sent_before(age), self.done().ended_before(age)]
+        if (age := conf.retention("failed")) is not None:
+            found += [self.failed().ended_before(age)]
+        return found
 
     def sent_before(self, age: timedelta) -> OutboxMessages:
         """Messages sent more than ``age`` ago that are not carried until done, oldest first."""
