@@ -82,7 +82,7 @@ WHERE attempt = :attempt
 RETURNING deaths, last_death, result, starts
 -- changed: attempt = :attempt AND token = :token
 
--- move_message --
+-- move_messages --
 UPDATE django_celery_safe_outboxmessage
 SET "cursor" = COALESCE(:cursor, "cursor"), checkpoint_at = NOW, due_at = AFTER(:lease),
     deaths = CASE WHEN :moved THEN 0 ELSE deaths END
@@ -116,7 +116,7 @@ SET "cursor" = CASE WHEN digest = :digest THEN "cursor" ELSE '' END, state = 'ru
 WHERE "key" = :key
     AND (state = 'failed' OR expires_at < NOW OR (state = 'running' AND ends_at < NOW))
 
--- move_record --
+-- move_records --
 UPDATE django_celery_safe_idempotencyrecord
 SET "cursor" = COALESCE(:cursor, "cursor"), ends_at = AFTER(:lease)
 WHERE "key" = :key AND token = :token AND state = 'running'

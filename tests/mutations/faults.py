@@ -386,7 +386,7 @@ resuming.checkpoints:hand_over_if_told: a task that catches all errors counts as
   handed over
 -one.handed_over = HandedOver
 +raise HandedOver
-queries.sql:move_message: a long task that dies now and then is given up although it goes on
+queries.sql:move_messages: a long task that dies now and then is given up although it goes on
 -CASE WHEN :moved THEN 0 ELSE deaths END
 +deaths
 [outer]
