@@ -135,9 +135,6 @@ RETURNING id, "key", name, status, stage, stages, params
 -- begin_run --
 UPDATE django_celery_safe_stagerun SET status = 'running' WHERE id = :pk AND status = 'waiting'
 
--- begin_stage --
-UPDATE django_celery_safe_stagerun SET stage = :stage, params = :params WHERE id = :pk
-
 -- begin_step --
 UPDATE django_celery_safe_stagestep
 SET status = 'running', started_at = NOW
@@ -146,11 +143,6 @@ RETURNING status, run_id, stage, arguments,
     (SELECT r.status FROM django_celery_safe_stagerun r WHERE r.id = run_id),
     (SELECT r.params FROM django_celery_safe_stagerun r WHERE r.id = run_id)
 -- changed: id = :pk AND task_id = :task_id
-
--- find_step --
-SELECT s.status, s.run_id, s.stage, s.arguments, r.status, r.params
-FROM django_celery_safe_stagestep s JOIN django_celery_safe_stagerun r ON r.id = s.run_id
-WHERE s.id = :pk AND s.task_id = :task_id
 
 -- succeed_step --
 UPDATE django_celery_safe_stagestep

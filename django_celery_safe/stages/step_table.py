@@ -32,6 +32,10 @@ class Found(NamedTuple):
     params: str
 
 
+#: The same columns, as the ORM names them.
+FOUND: Final = ("status", "run_id", "stage", "arguments_text", "run__status", "run__params_text")
+
+
 class StepTable:
     """The runs and steps in one database, and the outbox that carries them; see ``table_in``."""
 
