@@ -185,10 +185,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Messages still held by the claims with these tokens."""
         return self.filter(token__in=tokens)
 
-    def finish(self, token: str, result: str) -> bool:
-        """Record the argument of ``finish()``; True if the claim still held the message."""
-        return bool(self.claimed(token).update(result=result))
-
     def is_done_by(self, token: str) -> bool:
         """Return whether the claim with this token finished its work."""
         return self.claimed(token).exclude(result="").exists()

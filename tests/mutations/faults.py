@@ -246,8 +246,8 @@ sending.carried:_follow_death: a carried task whose process was killed waits for
 sending.carried_run:Run.end: a finished task's recorded result is overwritten by its return value
 -"" if self.claim.is_finished else
 +"" if False else
-sending.carried_run:Run._come_again: a carried task that is retried or requeued counts as done
--return self._put_back(error, DATABASE_AWAY if is_away else later)
+sending.carried_run:Run._record: a carried task that is retried or requeued counts as done
+-return self._put_back(error, DATABASE_AWAY if isinstance(error, NoAnswer) else later)
 +return self.end()
 sending.carried_run:claim_message: a carried task that runs already is run a second time
 -return refuse_run(task, request, reason)
