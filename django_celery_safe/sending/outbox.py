@@ -21,7 +21,7 @@ from django.db import connections, router, transaction
 
 from .. import conf, databases, queries
 from ..concurrency.sent import seconds_until
-from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_untested
+from ..databases import MYSQL, PACKET_BYTES, TESTED, is_read_only, refuse_untested
 from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError
 from ..texts import describe_error, get_logger
@@ -228,8 +228,8 @@ def outbox_aliases() -> list[str]:
 
     found = []
     for alias in connections:
-        is_replica = connections[alias].settings_dict["TEST"].get("MIRROR")
-        if is_replica or not is_tested(alias):
+        connection = connections[alias]
+        if connection.settings_dict["TEST"].get("MIRROR") or connection.vendor not in TESTED:
             continue
         if not router.allow_migrate_model(alias, OutboxMessage):
             continue
