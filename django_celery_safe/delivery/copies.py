@@ -27,7 +27,7 @@ from ..leases.lease import Lease, clock
 from ..locks import HeldLock
 from ..locks.stores.base import LockRequest, Store
 from ..texts import get_logger
-from .header import get_header, with_header
+from .header import HEADER, get_header
 
 T = TypeVar("T")
 
@@ -213,7 +213,7 @@ def _send(task: Any, request: Context, delay: float, **fields: Any) -> tuple[flo
     signature = task.signature_from_request(request, countdown=delay)
     if fields:
         header = {**get_header(request), "task": task.name, **fields}
-        signature.options.update(with_header(signature.options, header))
+        signature.options["headers"] = {**(signature.options.get("headers") or {}), HEADER: header}
     for name in ("argsrepr", "kwargsrepr"):
         # Otherwise Celery would compute it again, and reveal redacted arguments.
         if isinstance(shown := getattr(request, name, None), str):

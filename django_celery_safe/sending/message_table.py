@@ -100,10 +100,6 @@ class MessageTable(LeaseTable):
         """Return whether the task of a message has ended, or its message is gone."""
         return not self.at(name).exclude(state__in=ENDED).exists()
 
-    def goes_on(self, task_id: str) -> bool:
-        """Return whether any attempt of a carried task has not ended."""
-        return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
-
     def record_sent(self, token: str, outcomes: Mapping[int, Next]) -> None:
         """
         Record what became of messages that a sender or a relay has claimed, by their keys.
