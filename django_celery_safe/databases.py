@@ -109,11 +109,6 @@ def is_read_only(alias: str) -> bool:
         return str(cursor.fetchone()[0]) not in {"off", "0", "OFF"}
 
 
-def is_tested(alias: str) -> bool:
-    """Return whether this app was tested on this kind of database."""
-    return connections[alias].vendor in TESTED
-
-
 def refuse_untested(alias: str, what: str) -> None:
     """
     Refuse a kind of database on which this app was never tested, without querying a server.

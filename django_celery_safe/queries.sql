@@ -82,7 +82,7 @@ WHERE attempt = :attempt
 RETURNING deaths, last_death, result, starts
 -- changed: attempt = :attempt AND token = :token
 
--- move_message --
+-- move_messages --
 UPDATE django_celery_safe_outboxmessage
 SET "cursor" = COALESCE(:cursor, "cursor"), checkpoint_at = NOW, due_at = AFTER(:lease),
     deaths = CASE WHEN :moved THEN 0 ELSE deaths END
@@ -116,7 +116,7 @@ SET "cursor" = CASE WHEN digest = :digest THEN "cursor" ELSE '' END, state = 'ru
 WHERE "key" = :key
     AND (state = 'failed' OR expires_at < NOW OR (state = 'running' AND ends_at < NOW))
 
--- move_record --
+-- move_records --
 UPDATE django_celery_safe_idempotencyrecord
 SET "cursor" = COALESCE(:cursor, "cursor"), ends_at = AFTER(:lease)
 WHERE "key" = :key AND token = :token AND state = 'running'
@@ -135,9 +135,6 @@ RETURNING id, "key", name, status, stage, stages, params
 -- begin_run --
 UPDATE django_celery_safe_stagerun SET status = 'running' WHERE id = :pk AND status = 'waiting'
 
--- begin_stage --
-UPDATE django_celery_safe_stagerun SET stage = :stage, params = :params WHERE id = :pk
-
 -- begin_step --
 UPDATE django_celery_safe_stagestep
 SET status = 'running', started_at = NOW
@@ -146,11 +143,6 @@ RETURNING status, run_id, stage, arguments,
     (SELECT r.status FROM django_celery_safe_stagerun r WHERE r.id = run_id),
     (SELECT r.params FROM django_celery_safe_stagerun r WHERE r.id = run_id)
 -- changed: id = :pk AND task_id = :task_id
-
--- find_step --
-SELECT s.status, s.run_id, s.stage, s.arguments, r.status, r.params
-FROM django_celery_safe_stagestep s JOIN django_celery_safe_stagerun r ON r.id = s.run_id
-WHERE s.id = :pk AND s.task_id = :task_id
 
 -- succeed_step --
 UPDATE django_celery_safe_stagestep

@@ -15,7 +15,6 @@ from model_bakery import baker
 from pytest_django import Settings
 
 from django_celery_safe.databases import Now
-from django_celery_safe.idempotency import records
 from django_celery_safe.models import (
     IdempotencyRecord,
     OutboxMessage,
@@ -23,10 +22,9 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
-from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.stages import Status, step_table
+from django_celery_safe.stages import Status
 from django_celery_safe.tasks import relay_outbox
 from tests.app.models import Cover
 from tests.conftest import MakeDatabase
@@ -86,27 +84,27 @@ class Old(NamedTuple):
     batch: int = 500
 
 
-def found_by(find: Callable[[str], Any], number: int) -> Callable[[str], Any]:
-    """Return a function that finds one part of the rows that ``find`` returns."""
-    return lambda alias: find(alias)[number]
+def found_by(model: Any, number: int) -> Callable[[str], Any]:
+    """Return a function that finds one part of the rows of a model that a relay deletes."""
+    return lambda alias: model.objects.using(alias).prunable()[number]
 
 
 OLD: Final = {
     "sent": Old(
         maker(OutboxMessage, "sent_at", state="sent", due_at=None),
-        *(found_by(housekeeping.get_prunable, 0), "safe_outbox_sent"),
+        *(found_by(OutboxMessage, 0), "safe_outbox_sent"),
     ),
     "done": Old(
         maker(OutboxMessage, "ended_at", state="done", due_at=None),
-        *(found_by(housekeeping.get_prunable, 1), "safe_outbox_done"),
+        *(found_by(OutboxMessage, 1), "safe_outbox_done"),
     ),
     "failed": Old(
         maker(OutboxMessage, "ended_at", state="failed", due_at=None),
-        *(found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
+        *(found_by(OutboxMessage, 2), "safe_outbox_failed"),
     ),
-    "expired": Old(make_expired, found_by(records.get_prunable, 0), "safe_record_expires"),
-    "orphaned": Old(make_orphaned, found_by(records.get_prunable, 1), "safe_record_running"),
-    "runs": Old(make_runs, found_by(step_table.get_prunable, 0), "safe_run_ended", batch=1),
+    "expired": Old(make_expired, found_by(IdempotencyRecord, 0), "safe_record_expires"),
+    "orphaned": Old(make_orphaned, found_by(IdempotencyRecord, 1), "safe_record_running"),
+    "runs": Old(make_runs, found_by(StageRun, 0), "safe_run_ended", batch=1),
 }
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
 

@@ -14,7 +14,7 @@ from pytest_django import Settings
 
 from django_celery_safe import SafeTask, stages
 from django_celery_safe.databases import Now
-from django_celery_safe.delivery.header import Header, with_header
+from django_celery_safe.delivery.header import HEADER, Header
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
@@ -68,7 +68,7 @@ def begin(*stage_sizes: int) -> StageRun:
 def deliver(step: StageStep) -> None:
     """Run a step in this process."""
     header = Header(task=step.task, step=step.pk, using=step._state.db)
-    options = with_header({}, header)
+    options = {"headers": {HEADER: header}}
     current_app.tasks[step.task].apply([{}], task_id=step.task_id, throw=True, **options)
 
 

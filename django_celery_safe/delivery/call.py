@@ -104,7 +104,7 @@ def find_call(
     task = _find_task(decorated, args, current)
     context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
     bound = bool(args) and isinstance(args[0], (Task, context))
-    return task, _find_request(task, current, function), bound
+    return task, find_request(task, function, current), bound
 
 
 def _find_task(decorated: Function, args: Args, current: Any) -> Any:
@@ -118,12 +118,14 @@ def _find_task(decorated: Function, args: Args, current: Any) -> Any:
     return next((task for task in tasks if _has_layer(task.run, decorated)), None)
 
 
-def find_request(task: Any, function: Function) -> Context | None:
-    """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
-    return _find_request(task, get_current_task(), function)
+def find_request(task: Any, function: Function, current: Any = None) -> Context | None:
+    """
+    Return the request for which ``task`` runs ``function``; None: it is a direct call.
 
-
-def _find_request(task: Any, current: Any, function: Function) -> Context | None:
+    Args:
+        current: The task that runs here; None: the caller has not asked.
+    """
+    current = get_current_task() if current is None else current
     if task is None or current is None:
         return None
     # By its request: a tracer may run a proxy of the task.

@@ -27,7 +27,7 @@ from ..leases.lease import Lease, clock
 from ..locks import HeldLock
 from ..locks.stores.base import LockRequest, Store
 from ..texts import get_logger
-from .header import get_header, with_header
+from .header import HEADER, get_header
 
 T = TypeVar("T")
 
@@ -40,8 +40,6 @@ SQS_VISIBILITY_TIMEOUT: Final = 1800.0
 #: Seconds that a message waits for the run of its own task id before it is re-sent: a retry
 #: without delay may arrive before the run that sent it has ended.
 OWN_RUN_WAIT: Final = 0.5
-#: Pause before the next try, s.
-PAUSE: Final = 0.05
 #: How long the end of a long run is marked, s: a redelivered message may wait in its queue.
 MARK_LASTS: Final = 24 * 3600.0
 #: Shortest delay of a copy, s: the lease's end is known only to the millisecond.
@@ -170,30 +168,6 @@ def refuse_run(task: Any, request: Context, reason: str) -> NoReturn:
     raise MessageGoesOn(f"Not run: {reason}")
 
 
-def begin_or_requeue(
-    met: HeldLock, try_begin: Callable[[], T | HeldLock], task: Any, request: Context
-) -> T:
-    """
-    Re-send the message of a claim that another run holds, unless that run ends at once.
-
-    Args:
-        met: The lock of the run that the message has met.
-        try_begin: Starts the work and returns it, or the lock of the run that is doing it.
-
-    Raises:
-        WillBeRedelivered: A copy of the message is on its way.
-    """
-    waits_until = time.monotonic() + OWN_RUN_WAIT
-    begun: T | HeldLock = met
-    while isinstance(begun, HeldLock):
-        # A retry without delay may arrive before the run that sent it has ended.
-        if begun.holder.task_id != request.id or time.monotonic() > waits_until:
-            requeue_self(task, request, begun)
-        time.sleep(PAUSE)
-        begun = try_begin()
-    return begun
-
-
 def run_and_mark(task: Any, request: Context, lease: Lease[Store], work: Callable[[], T]) -> T:
     """Run, and mark the end of the run for deliveries of its message that may still come."""
     began_at = clock.now()
@@ -239,7 +213,7 @@ def _send(task: Any, request: Context, delay: float, **fields: Any) -> tuple[flo
     signature = task.signature_from_request(request, countdown=delay)
     if fields:
         header = {**get_header(request), "task": task.name, **fields}
-        signature.options.update(with_header(signature.options, header))
+        signature.options["headers"] = {**(signature.options.get("headers") or {}), HEADER: header}
     for name in ("argsrepr", "kwargsrepr"):
         # Otherwise Celery would compute it again, and reveal redacted arguments.
         if isinstance(shown := getattr(request, name, None), str):

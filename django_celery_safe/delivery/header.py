@@ -148,8 +148,3 @@ def get_header(request: Any) -> Header:
             return Header()
         kept = request.safe_kept = Kept(read_header({HEADER: found}, request.task))
     return kept.header
-
-
-def with_header(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
-    """Return the options of a send with ``header`` added to the message's headers."""
-    return {**options, "headers": {**(options.get("headers") or {}), HEADER: header}}

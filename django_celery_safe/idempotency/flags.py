@@ -189,7 +189,14 @@ class _Once:
                 # With transaction_mode IMMEDIATE, another process's lock makes BEGIN itself fail.
                 beginning.enter_context(self._fail_at_once())
             with transaction.atomic(using=self._alias):
-                row = self._lock_row()
+                # Without row locks, the transaction's first statement has to be a write: a write
+                # waits for the database's write lock before the flag is read. With a read first,
+                # it would fail with "database is locked".
+                lock_whole(self._alias, self._model)
+                # Rows that refer to this one may be written during the block, where a row lock
+                # can allow that: its key stays.
+                no_key = connections[self._alias].features.has_select_for_no_key_update
+                row = self._rows().select_for_update(nowait=self._nowait, no_key=no_key).get()
                 beginning.close()
                 yield row
 
@@ -197,16 +204,6 @@ class _Once:
         # Without a manager: the model's manager may hide rows, or join other tables, whose rows
         # would be locked too.
         return QuerySet(self._model, using=self._alias).filter(pk=self._pk)
-
-    def _lock_row(self) -> Model:
-        # Without row locks, the transaction's first statement has to be a write: a write
-        # waits for the database's write lock before the flag is read. With a read first,
-        # it would fail with "database is locked".
-        lock_whole(self._alias, self._model)
-        # Rows that refer to this one may be written during the block, where a row lock can
-        # allow that: its key stays.
-        no_key = connections[self._alias].features.has_select_for_no_key_update
-        return self._rows().select_for_update(nowait=self._nowait, no_key=no_key).get()
 
     @contextmanager
     def _fail_at_once(self) -> Iterator[None]:

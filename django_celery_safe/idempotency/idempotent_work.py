@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from ..compat import is_django_task
 from ..concurrency.guard import refuse_lock_below
 from ..concurrency.keys import call_key
 from ..concurrency.options import DEFAULTS, Guarded, Key, check_key_names, checked_key
+from ..delivery import copies
 from ..delivery.call import (
     Args,
     Function,
@@ -28,7 +30,6 @@ from ..delivery.call import (
     sent_arguments,
     show_signature,
 )
-from ..delivery.copies import begin_or_requeue
 from ..exceptions import AlreadyClaimed, ConfigurationError
 from ..leases.claim import Claim, find_request
 from ..locks.misuse import refuse_misplaced
@@ -39,6 +40,8 @@ T = TypeVar("T")
 
 #: A placeholder in a key; in the key of a `with` block it would not be filled in.
 _UNFILLED: Final = re.compile(r"\{[^\W\d][^{}]*\}")
+#: Pause before a message that has met a run of its own id looks again, s.
+PAUSE: Final = 0.05
 
 
 class Idempotent:
@@ -140,13 +143,17 @@ class Idempotent:
     def _begin(self, claim: RecordClaim, task: Any, message: Context | None) -> None:
         """Claim the work, or find it done; re-queue the message if another process is doing it."""
         held = claim.try_begin()
-        if held is None:
-            return
-        if message is None:
-            raise AlreadyClaimed(
-                claim.key, str(held.holder), held.holder.task_id, held.remaining or 0.0
-            )
-        begin_or_requeue(held, claim.try_begin, task, message)
+        waits_until = time.monotonic() + copies.OWN_RUN_WAIT
+        while held is not None:
+            if message is None:
+                raise AlreadyClaimed(
+                    claim.key, str(held.holder), held.holder.task_id, held.remaining or 0.0
+                )
+            # A retry without delay may arrive before the run that sent it has ended.
+            if held.holder.task_id != message.id or time.monotonic() > waits_until:
+                copies.requeue_self(task, message, held)
+            time.sleep(PAUSE)
+            held = claim.try_begin()
 
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds = conf.get("LOCK_TIMEOUT") if self._timeout is conf.UNSET else self._timeout

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from celery._state import get_current_task
 from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
 from django.db import router
 
-from .. import conf, queries
+from .. import queries
 from ..databases import refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
@@ -36,9 +36,6 @@ from ..leases.lease_table import LeaseTable
 from ..texts import describe_error, get_logger, storable
 from ..transactions import TRIES, reconnect
 from ..values import decode
-
-if TYPE_CHECKING:
-    from ..models.idempotency import IdempotencyRecords
 
 logger: Final = get_logger(__name__)
 
@@ -71,37 +68,29 @@ class RecordTable(LeaseTable):
 
     purpose = "say what is done"
     models = ("IdempotencyRecord",)
-    named, ends = "key", "ends_at"
+    rows, named, ends = "records", "key", "ends_at"
 
     def __init__(self, alias: str) -> None:
-        super().__init__("records", alias)
-
-    def all(self) -> IdempotencyRecords:
-        """Return a queryset of all records."""
-        from ..models.idempotency import IdempotencyRecord  # needs the app registry
-
-        return IdempotencyRecord.objects.using(self.alias)
-
-    def at(self, name: str) -> IdempotencyRecords:
-        """Return a queryset of the key's record, with one record or none."""
-        return self.all().filter(key=plain_name(name))
+        refuse_untested(alias, "record what is done once")
+        super().__init__(alias)
 
     def find(self, key: str) -> Found | None:
         """Return what a claim needs of the record with this primary key; None: no record."""
         rows = queries.fetch(self.alias, "find_record", key=key)
         return Found(*rows[0]) if rows else None
 
-    def find_held(self, name: str) -> HeldLock | None:
-        row = self.find(plain_name(name))
+    def peek(self, name: str) -> HeldLock | None:
+        with self.errors("peek"):
+            row = self.find(plain_name(name))
         return None if row is None else row.held(name)
 
     def execute(self, statement: str, key: str, **values: Any) -> bool:
         """Execute a statement on the record with this primary key; return whether it changed it."""
         return bool(queries.execute(self.alias, statement, key=key, **values))
 
-    def move(self, name: str, token: str, **values: Any) -> bool:
-        """Record how far the work got; return whether the claim held the record."""
-        return self.execute("move_record", plain_name(name), token=token, **values)
+
+#: Returns the one table of a database: the renewing thread tells stores apart by identity.
+table_in = lru_cache(RecordTable)
 
 
 class RecordClaim(Claim):
@@ -205,11 +194,8 @@ class RecordClaim(Claim):
             elif not self.is_done(patient=False):
                 self.find_new_holder()
         except DatabaseError as failure:
-            logger.warning(
-                "Could not record that %r failed; it is free when its lease is over: %s",
-                self.key,
-                describe_error(failure),
-            )
+            what = "Could not record that %r failed; it is free when its lease is over: %s"
+            logger.warning(what, self.key, describe_error(failure))
 
     def _take(self, holder: str) -> float | HeldLock | None:
         """
@@ -277,7 +263,7 @@ def record_table(using: str | None = None) -> RecordTable:
     """Return the record table in database ``using``; None: the one the router writes to."""
     from ..models.idempotency import IdempotencyRecord  # needs the app registry
 
-    return _cached_table(router.db_for_write(IdempotencyRecord) if using is None else using)
+    return table_in(router.db_for_write(IdempotencyRecord) if using is None else using)
 
 
 def forget_record(key: str, *, using: str | None = None) -> bool:
@@ -303,15 +289,3 @@ def forget_record(key: str, *, using: str | None = None) -> bool:
     if holder is None:
         return False
     raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
-
-
-def get_prunable(alias: str) -> list[IdempotencyRecords]:
-    """Return querysets of the records that have expired, or were orphaned long ago."""
-    return RecordTable(alias).all().prunable(conf.retention("records"))
-
-
-@lru_cache
-def _cached_table(alias: str) -> RecordTable:
-    refuse_untested(alias, "record what is done once")
-    # One object for each database: the renewing thread tells stores apart by identity.
-    return RecordTable(alias)

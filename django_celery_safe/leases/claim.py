@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -56,7 +55,7 @@ current_claims: ContextVar[tuple[tuple[Any, Any], ...]] = ContextVar(
 )
 
 
-class Claim(ABC):
+class Claim:
     """
     The exclusive right to do some work.
 
@@ -87,6 +86,8 @@ class Claim(ABC):
     abandon_chunk: Callable[[], None] | None = None
     #: Ends the run, whatever its task makes of it: another worker goes on; None: none does.
     handed_over: Exception | None = None
+    #: Records that the work is done, with a result; returns whether the claim was ours.
+    _write_done: Callable[[str], bool]
 
     def __init__(self, table: LeaseTable | None, name: str, key: str, seconds: float) -> None:
         """
@@ -153,7 +154,7 @@ class Claim(ABC):
             ConfigurationError: The work is not ours, or is finished.
         """
         self.check_unfinished()
-        if not self._rows().claimed(self.token).exists():
+        if self.table is not None and not self._rows().claimed(self.token).exists():
             self.raise_lost()
 
     def check_committed(self) -> None:
@@ -309,13 +310,12 @@ class Claim(ABC):
             with self.current():
                 yield
         except BaseException as error:
+            self.end()
             # After a bare os.fork(), the child also leaves the block, and must not end the claim.
             if not self.is_of_parent():
-                self.end()
                 fail(error)
             raise
-        finally:
-            self.end()
+        self.end()
 
     def is_of_parent(self) -> bool:
         """Return whether the row was claimed before this process was forked."""
@@ -415,10 +415,6 @@ class Claim(ABC):
             lease.renew_at = clock.now()  # before a relay finds that the lease is over
             renewer.add(lease)
 
-    @abstractmethod
-    def _write_done(self, text: str) -> bool:
-        """Record that the work is done, with a result; return whether the claim was ours."""
-
     def find_new_holder(self) -> str:
         """Report that the claim was lost; return the row's new holder, or "" if not known."""
         held = None
@@ -480,17 +476,11 @@ class _DirectClaim(Claim):
         super().__init__(None, "", key, 0.0)
         self.is_held = True
 
-    def ensure(self) -> None:
-        self.check_unfinished()
-
     def read_cursor(self) -> str:
         return ""
 
     def _record_done(self, text: str) -> None:
         self.is_finished = True
-
-    def _write_done(self, text: str) -> bool:
-        return True
 
 
 def _report_lost(kind: type[Claim], key: str, lease: Lease[Any], now_held: HeldLock | None) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
+from django.apps import apps
 from django.db import Error, connections, transaction
 from django.db.models import F
 
-from .. import transactions
+from .. import queries, transactions
 from ..databases import Now
 from ..exceptions import CelerySafeError
-from .holder import HeldLock, plain_name
+from .holder import plain_name
 from .lease import LeaseStore, Renewals
 
 #: Changes to a row whose holder, a process, has died.
@@ -32,7 +32,7 @@ class DatabaseLeases(LeaseStore):
     client_errors = (Error,)
     #: The purpose of the database, such as "hold the locks".
     purpose: ClassVar[str]
-    #: Names of the models whose tables the purpose requires.
+    #: Names of the models whose tables the purpose requires, first that of the leases.
     models: ClassVar[tuple[str, ...]]
 
     def __init__(self, where: str, alias: str) -> None:
@@ -63,30 +63,35 @@ class LeaseTable(DatabaseLeases):
     """
     The leases in the rows of one table.
 
+    A ``peek`` returns the last holder of a row, even if nobody holds it now.
+
     Args:
-        rows: The name of the rows in messages, such as "records".
         alias: Alias of the database.
     """
 
     early: ClassVar[float] = 0.002  # two ticks of SQLite's clock
+    #: The name of the rows in messages, such as "records".
+    rows: ClassVar[str]
     #: The columns of a row's name and of the end of its lease.
     named: ClassVar[str]
     ends: ClassVar[str]
 
-    def __init__(self, rows: str, alias: str) -> None:
-        super().__init__(f'the {rows} in DATABASES["{alias}"]', alias)
+    def __init__(self, alias: str) -> None:
+        super().__init__(f'the {self.rows} in DATABASES["{alias}"]', alias)
 
-    @abstractmethod
     def all(self) -> Any:
         """Return a queryset of all rows, which has ``claimed(*tokens)``."""
+        model: Any = apps.get_model("django_celery_safe", self.models[0])
+        return model.objects.using(self.alias)
 
-    @abstractmethod
     def at(self, name: str) -> Any:
-        """Return a queryset of the row with this name."""
+        """Return a queryset of the row with this name: one row or none."""
+        return self.all().filter(**{self.named: plain_name(name)})
 
-    @abstractmethod
-    def find_held(self, name: str) -> HeldLock | None:
-        """Return the (last) holder and the lease of the row with this name; None: no row."""
+    def move(self, name: str, token: str, **values: Any) -> bool:
+        """Record how far the work of a row got, which goes on; return whether its claim held it."""
+        values |= {self.named: plain_name(name), "token": token}
+        return bool(queries.execute(self.alias, f"move_{self.rows}", **values))
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool | None]:
         alike: dict[float, dict[str, str]] = {}
@@ -120,7 +125,3 @@ class LeaseTable(DatabaseLeases):
         keys = {token for token, _ in rows}
         locked = held.values_list("token", flat=True) if len(keys) < len(names) else ()
         return {**dict.fromkeys(locked), **dict.fromkeys(keys, True)}
-
-    def peek(self, name: str) -> HeldLock | None:
-        with self.errors("peek"):
-            return self.find_held(name)

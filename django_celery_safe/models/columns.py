@@ -63,17 +63,14 @@ class PartialIndex(models.Index):
         """Return the statement that creates the index."""
         is_partial = schema_editor.connection.features.supports_partial_indexes
         fields = self.fields if is_partial else self.whole_fields or self.fields
-        index = models.Index(
-            fields=fields, name=self.name, condition=self.rows if is_partial else None
-        )
+        rows = self.rows if is_partial else None
+        index = models.Index(fields=fields, name=self.name, condition=rows)
         return index.create_sql(model, schema_editor, using, **options)
 
     def deconstruct(self) -> Any:
         """Return the arguments with which a migration makes an equal index."""
         path, args, options = super().deconstruct()
-        options |= {"rows": self.rows}
-        if self.whole_fields:
-            options["whole_fields"] = tuple(self.whole_fields)
+        options |= {"rows": self.rows, "whole_fields": tuple(self.whole_fields)}
         return path, args, options
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from django.db import models
 from django.db.models import Q
 from django.utils.functional import cached_property
 from django.utils.translation import gettext_lazy as _
 
+from .. import conf
 from ..databases import Now
 from ..events import RECORD_FORGOTTEN
 from ..leases.holder import HeldLock, decode_holder
@@ -48,14 +47,14 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Return whether the claim with this token finished the work."""
         return self.done().filter(token=token).exists()
 
-    def prunable(self, age: timedelta | None) -> list[IdempotencyRecords]:
+    def prunable(self) -> list[IdempotencyRecords]:
         """
-        Return the records that expired, and those orphaned ``age`` ago, each oldest first.
+        Return the records that expired, and those that were orphaned long ago, each oldest first.
 
-        Each part is found by an index. None: only expired records.
+        Each part is found by an index.
         """
         expired = self.filter(expires_at__lt=Now()).order_by("expires_at")
-        if age is None:
+        if (age := conf.retention("records")) is None:
             return [expired]
         return [expired, self.running().filter(ends_at__lt=Now() - age).order_by("ends_at")]
 

@@ -12,7 +12,7 @@ from django.db.models import Q
 from django.db.models.functions import Length
 from django.utils.translation import gettext_lazy as _
 
-from .. import databases, queries
+from .. import conf, databases, queries
 from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
@@ -119,6 +119,15 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         carried = Q(state=State.SENT, due_at__isnull=False)
         return self.filter(carried | Q(state=State.PENDING) | GIVEN_UP)
 
+    def prunable(self) -> list[OutboxMessages]:
+        """Return the messages whose retention has expired; each part is found by an index."""
+        found = list[OutboxMessages]()
+        if (age := conf.retention("sent")) is not None:
+            found += [self.sent_before(age), self.done().ended_before(age)]
+        if (age := conf.retention("failed")) is not None:
+            found += [self.failed().ended_before(age)]
+        return found
+
     def sent_before(self, age: timedelta) -> OutboxMessages:
         """Messages sent more than ``age`` ago that are not carried until done, oldest first."""
         sent = self.sent().filter(due_at__isnull=True, sent_at__lt=Now() - age)
@@ -175,10 +184,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
     def claimed(self, *tokens: str) -> OutboxMessages:
         """Messages still held by the claims with these tokens."""
         return self.filter(token__in=tokens)
-
-    def finish(self, token: str, result: str) -> bool:
-        """Record the argument of ``finish()``; True if the claim still held the message."""
-        return bool(self.claimed(token).update(result=result))
 
     def is_done_by(self, token: str) -> bool:
         """Return whether the claim with this token finished its work."""

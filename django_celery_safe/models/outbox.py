@@ -14,9 +14,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
-from ..leases.holder import HeldLock, decode_holder
+from ..leases.holder import HeldLock, decode_holder, describe_arguments
 from ..resuming.checkpoints import Cursor
-from ..sending.serialization import find_arguments
+from ..sending.serialization import find_headers
 from ..texts import LONGEST_TYPE, duration, storable
 from .columns import ExactCharField, ExactTextField, partial_index
 from .listing import ListedRow
@@ -134,7 +134,8 @@ class OutboxMessage(ListedRow):
     @property
     def arguments(self) -> str | None:
         """The arguments as Celery shows them; None without ``SHOW_ARGUMENTS``."""
-        return find_arguments(self)
+        headers = find_headers(self.properties)
+        return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
 
     @property
     def progress(self) -> str:

@@ -17,7 +17,7 @@ from django.db import IntegrityError, connections, models, transaction
 from django.db.models import Case, Count, Exists, F, OuterRef, Q, Subquery, When
 from django.db.models.functions import Coalesce
 
-from .. import queries
+from .. import conf, queries
 from ..databases import Now
 from ..sending.followed import Fault
 from ..stages.status import NOT_REGISTERED, Status
@@ -77,9 +77,11 @@ class StageRuns(models.QuerySet["StageRun"]):
         alive = _steps().filter(run=OuterRef("pk")).alive()
         return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
 
-    def unprotected(self) -> StageRuns:
-        """Runs that no row of the project has protected from deletion in the last day."""
-        return self.exclude(protected_at__gte=Now() - PROTECTED_FOR)
+    def prunable(self) -> list[StageRuns]:
+        """Return the runs whose retention has expired, unless a row protects them from that."""
+        age = conf.retention("runs")
+        unprotected = self.exclude(protected_at__gte=Now() - PROTECTED_FOR)
+        return [] if age is None else [unprotected.older(age).order_by("ended_at")]
 
     def lock(self, pk: int) -> StageRun | None:
         """

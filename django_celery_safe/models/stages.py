@@ -122,14 +122,12 @@ class StageRun(ListedRow):
     @property
     def params(self) -> dict[str, Any]:
         """The params of the next stage: from the start and from all finished stages."""
-        params: dict[str, Any] = decode(self.params_text)
-        return params
+        return dict(decode(self.params_text))
 
     @property
     def steps(self) -> StageSteps:
         """The run's steps, ordered by stage and by position in the plan."""
-        ours = StageStep.objects.using(self._state.db).filter(run=self.pk)
-        return ours.order_by(*IN_ORDER)
+        return StageStep.objects.using(self._state.db).filter(run=self.pk).order_by(*IN_ORDER)
 
     @property
     def error_step(self) -> StageStep | None:
@@ -160,8 +158,7 @@ class StageRun(ListedRow):
 
         Long steps can check it.
         """
-        ours = StageRun.objects.using(self._state.db).filter(pk=self.pk)
-        return not ours.active().exists()
+        return not StageRun.objects.using(self._state.db).filter(pk=self.pk).active().exists()
 
     def wait(self, timeout: float | timedelta | None = None, *, idle: bool = False) -> StageRun:
         """
@@ -313,8 +310,7 @@ class StageStep(ListedRow):
     @property
     def process(self) -> str:
         """The process that runs it, or ran it last; "": none, or not known any more."""
-        holder = vars(self)["message_holder"] or ""
-        return decode_holder(holder, HeldLock("")).holder.process
+        return decode_holder(vars(self)["message_holder"] or "", HeldLock("")).holder.process
 
     @property
     def remaining_s(self) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from celery import Celery
 from django.db.models import Model, QuerySet
@@ -94,9 +94,8 @@ def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
         NotSerializable: The error names the argument that the serializer refused.
     """
     # Message protocol 1 has everything in one dict.
-    args, kwargs, *embedded = (
-        body if isinstance(body, tuple) else (body["args"], body["kwargs"], body)
-    )
+    parts = body if isinstance(body, tuple) else (body["args"], body["kwargs"], body)
+    args, kwargs, *embedded = parts
     check_arguments(task, args, kwargs, *(one for one in embedded if any(one.values())))
     try:
         content_type, encoding, data = dumps(body, serializer=serializer)
@@ -151,7 +150,7 @@ def _walk(task: str, place: str, value: Any, seen: set[int]) -> Iterator[tuple[s
     if type(value) not in PLAIN and id(value) not in seen:
         seen.add(id(value))
         owner, inside = task, list[tuple[str, Any]]()
-        if _is_signature(value):
+        if isinstance(value, Mapping) and "subtask_type" in value and "task" in value:
             owner, options = value["task"], value.get("options") or {}
             if "single_instance" in options:
                 # Otherwise the error would appear only in the worker that sends it later.
@@ -165,10 +164,6 @@ def _walk(task: str, place: str, value: Any, seen: set[int]) -> Iterator[tuple[s
     yield task, place, value
 
 
-def _is_signature(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping) and "subtask_type" in value and "task" in value
-
-
 def _places(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     for index, value in enumerate(args or ()):
         yield f"args[{index}]", value
@@ -180,15 +175,11 @@ def _places(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 def _refuse(value: Any) -> tuple[str, str] | None:
     """Return a description of ``value`` and what to send instead; None: ``value`` is allowed."""
     if isinstance(value, Model):
-        return (
-            _name(value),
-            "Pass the primary key, and read the row again in the task, where it is fresh.",
-        )
+        hint = "Pass the primary key, and read the row again in the task, where it is fresh."
+        return _name(value), hint
     if isinstance(value, QuerySet):
-        return (
-            f"a QuerySet of {value.model.__name__}",
-            "Pass a list of primary keys: list(queryset.values_list('pk', flat=True)).",
-        )
+        hint = "Pass a list of primary keys: list(queryset.values_list('pk', flat=True))."
+        return f"a QuerySet of {value.model.__name__}", hint
     if isinstance(value, Iterator):
         return f"an instance of {type(value).__name__}", "It can be read only once. Pass a list."
     return None

@@ -37,7 +37,7 @@ from ..transactions import TRIES
 from ..values import decode
 from .carried_run import Run, claim_message, run_of
 from .followed import Fault, fail_unrun, find_follower
-from .message_table import Claimed, MessageTable, message_table
+from .message_table import ENDED, Claimed, MessageTable, message_table
 from .outbox import UNTIL_DONE, is_ours, iter_leaves, leaf_wants_outbox
 
 logger = get_logger(__name__)
@@ -314,7 +314,8 @@ def _follow_death(table: MessageTable, outcome: Outcome) -> None:
     if row is not None and _is_of(outcome, row):
         if is_dead_soon(outcome.pid or 0):
             table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
-    elif not table.goes_on(outcome.task_id):  # a retry has another attempt
+    elif not table.all().carried(outcome.task_id).exclude(state__in=ENDED).exists():
+        # No other attempt goes on either, such as a retry.
         _store_failure(outcome)
 
 

@@ -76,8 +76,6 @@ class MessageClaim(Claim):
     is_carried = True
     #: What the message belongs to, such as a step; None: nothing.
     follower: StepFollower | None = None
-    #: The result that ``finish()`` has recorded.
-    text = ""
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
@@ -88,8 +86,10 @@ class MessageClaim(Claim):
         return super()._encode(result) if follower is None else follower.encode(result, self.key)
 
     def _write_done(self, text: str) -> bool:
-        self.text = text or NOTHING
-        ours: bool = self.table.at(self.name).finish(self.token, self.text)
+        text = text or NOTHING
+        ours = bool(self._rows().claimed(self.token).update(result=text))
+        if ours and self.follower is not None:
+            self.follower.finish(text)
         return ours
 
 
@@ -238,8 +238,7 @@ class Run:
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
         end_row = partial(table.end, *self.held, returned)
-        if (follower := self.follower) is not None and self.claim.is_finished:
-            follower.finish(self.claim.text)
+        follower = self.follower
 
         def write() -> bool:
             if follower is not None:
@@ -339,27 +338,19 @@ class Run:
         follows = self.follower is not None
         if self.resent is not None and not (follows and self._is_replaced):
             return self._go_on(self.resent, Fault.of(error))
-        match error:
-            case Reject() if not is_requeued(error):
-                return self.record_failure(error)
-            case Reject() | Retry() | WillBeRedelivered():
-                return self._come_again(error)
-            case Ignore() if not follows:
-                return self.end()
-            case MessageGoesOn():
-                return self._come_again(error)
-            case Exception() | CancelledError():  # Celery also fails the task with these
-                return self.record_failure(error)
+        comes_again = is_requeued(error) or isinstance(error, Retry | WillBeRedelivered)
+        if comes_again or (follows and isinstance(error, MessageGoesOn)):
+            # The broker has the message, or will have it; otherwise a relay re-sends it.
+            later = 0.0 if isinstance(error, HandedOver) else conf.get("OUTBOX_RESEND_AFTER")
+            return self._put_back(error, DATABASE_AWAY if isinstance(error, NoAnswer) else later)
+        if isinstance(error, Ignore) and not (follows or isinstance(error, Reject)):
+            return self.end()
+        if isinstance(error, Exception | CancelledError):  # Celery also fails the task with these
+            return self.record_failure(error)
         # The process ends, because of a signal or because the task ended it. If a worker has
         # ended it, the worker may have failed the task already.
         back = self._put_back(error, 0.0, died=_ends_process(error))
         return back or self.claim.ask(lambda: self.claim.table.has_ended(self.claim.name))
-
-    def _come_again(self, error: BaseException) -> bool:
-        """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
-        is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
-        later = 0.0 if is_handed_over else conf.get("OUTBOX_RESEND_AFTER")
-        return self._put_back(error, DATABASE_AWAY if is_away else later)
 
     def _go_on(self, captured: Captured, why: Fault) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""

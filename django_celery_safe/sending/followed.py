@@ -70,8 +70,7 @@ def fail_message(
         Whether the claim still held the message.
     """
     if follower is None:
-        failed: bool = row.fail_task(token, *fault)
-        return failed
+        return bool(row.fail_task(token, *fault))
     return follower.fail(task_id, lambda: bool(row.claimed(token).erase()), fault)
 
 

@@ -12,21 +12,17 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from celery.exceptions import SoftTimeLimitExceeded
+from django.apps import apps
 from django.db import connections, transaction
 
-from .. import conf
 from ..databases import Now
-from ..delivery.call import find_higher
 from ..leases.holder import HOST
 from ..texts import describe_error, get_logger
 from ..transactions import Attempts, lacks_table
 from .message_table import message_table
-
-if TYPE_CHECKING:
-    from ..models.message_states import OutboxMessages
 
 logger = get_logger(__name__)
 
@@ -35,15 +31,15 @@ MINUTE: Final = 60.0
 AGAIN: Final = 5.0
 #: Most rows that one transaction deletes. SQLite before 3.32 accepts 999 values in a statement.
 BATCH: Final = 500
-#: The rows that a relay deletes by their age, in the order of the chores: their plural name; the
-#: module with ``get_prunable``, which gets an alias and returns querysets of the rows that may be
-#: deleted in that database now, each in the order of an index; the names of the models whose tables
-#: it needs, as a failure in a database that lacks one is not logged; and how many rows of each
-#: queryset a turn deletes at most, and a transaction. A run is deleted with its steps.
+#: The rows that a relay deletes by their age, in the order of the chores: their plural name; their
+#: model, whose ``prunable()`` returns querysets of those that may be deleted now, each in the order
+#: of an index, and other models whose tables that needs, as a failure in a database that lacks one
+#: is not logged; and how many rows of each queryset a turn deletes at most, and a transaction. A
+#: run is deleted with its steps.
 PRUNINGS: Final = (
-    ("messages", "sending.housekeeping", ("OutboxMessage",), 10_000, BATCH),
-    ("runs of stages", "stages.step_table", ("StageRun", "StageStep", "OutboxMessage"), 100, 1),
-    ("records", "idempotency.records", ("IdempotencyRecord",), 10_000, BATCH),
+    ("messages", ("OutboxMessage",), 10_000, BATCH),
+    ("runs of stages", ("StageRun", "StageStep", "OutboxMessage"), 100, 1),
+    ("records", ("IdempotencyRecord",), 10_000, BATCH),
 )
 
 
@@ -82,10 +78,11 @@ class Housekeeping:
             relays.bulk_create([OutboxRelay(pk=1, **seen)], ignore_conflicts=True)
         message_table(self._using).all().recall()
 
-    def _prune(self, kind: str, module: str, models: tuple[str, ...], *limits: int) -> bool:
+    def _prune(self, kind: str, models: tuple[str, ...], *limits: int) -> bool:
         """Delete some old rows, as ``PRUNINGS`` says; return whether there may be more."""
+        model: Any = apps.get_model("django_celery_safe", models[0])
         try:
-            found = find_higher(f"{module}.get_prunable")(self._using)
+            found = model.objects.using(self._using).prunable()
             return True in [prune_some(rows, *limits) for rows in found]
         except SoftTimeLimitExceeded:
             raise
@@ -94,16 +91,6 @@ class Housekeeping:
                 text = "The old %s in %r could not be deleted: %s"
                 logger.error(text, kind, self._using, describe_error(error))
             return False
-
-
-def get_prunable(alias: str) -> list[OutboxMessages]:
-    """Return querysets of the messages whose retention has expired."""
-    rows, found = message_table(alias).all(), []
-    if (age := conf.retention("sent")) is not None:
-        found += [rows.sent_before(age), rows.done().ended_before(age)]
-    if (age := conf.retention("failed")) is not None:
-        found += [rows.failed().ended_before(age)]
-    return found
 
 
 def prune_some(rows: Any, most: int, batch: int = BATCH) -> bool:

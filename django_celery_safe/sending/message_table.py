@@ -58,27 +58,15 @@ class MessageTable(LeaseTable):
 
     purpose = "hold an outbox"
     models = ("OutboxMessage",)
-    named, ends = "attempt", "due_at"
-
-    def __init__(self, alias: str) -> None:
-        super().__init__("messages", alias)
-
-    def all(self) -> Any:
-        """Return a queryset of all messages."""
-        from ..models.outbox import OutboxMessage  # needs the app registry
-
-        return OutboxMessage.objects.using(self.alias)
-
-    def at(self, name: str) -> Any:
-        """Return a queryset of this attempt's message; it has one row or none."""
-        return self.all().filter(attempt=name)
+    rows, named, ends = "messages", "attempt", "due_at"
 
     def find(self, name: str) -> Any:
         """Return a message, with the server's time as ``asked_at``; None: it was deleted."""
         return self.at(name).defer("body", "properties").annotate(asked_at=Now()).first()
 
-    def find_held(self, name: str) -> HeldLock | None:
-        row = self.find(name)
+    def peek(self, name: str) -> HeldLock | None:
+        with self.errors("peek"):
+            row = self.find(name)
         if row is None:
             return None
         return decode_holder(row.holder, HeldLock(name, row.token, row.due_in_s or 0.0))
@@ -93,11 +81,6 @@ class MessageTable(LeaseTable):
         values = {"attempt": name, "token": token, "lease": seconds, "holder": holder}
         rows = queries.fetch(self.alias, "claim_message", **values)
         return Claimed(*rows[0]) if rows else None
-
-    def move(self, name: str, token: str, **values: Any) -> bool:
-        """Record how far a task got, which lives on; return whether the claim held the row."""
-        values |= {"attempt": name, "token": token}
-        return bool(queries.execute(self.alias, "move_message", **values))
 
     def end(self, name: str, token: str, returned: str = "") -> bool:
         """
@@ -116,10 +99,6 @@ class MessageTable(LeaseTable):
     def has_ended(self, name: str) -> bool:
         """Return whether the task of a message has ended, or its message is gone."""
         return not self.at(name).exclude(state__in=ENDED).exists()
-
-    def goes_on(self, task_id: str) -> bool:
-        """Return whether any attempt of a carried task has not ended."""
-        return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
 
     def record_sent(self, token: str, outcomes: Mapping[int, Next]) -> None:
         """
@@ -140,8 +119,5 @@ class MessageTable(LeaseTable):
             queries.execute(self.alias, name, alike[then], **values)
 
 
-@lru_cache
-def message_table(alias: str) -> MessageTable:
-    """Return the one ``MessageTable`` of a database."""
-    # The renewing thread tells stores apart by identity.
-    return MessageTable(alias)
+#: Returns the one table of a database: the renewing thread tells stores apart by identity.
+message_table = lru_cache(MessageTable)

@@ -21,14 +21,14 @@ from django.db import connections, router, transaction
 
 from .. import conf, databases, queries
 from ..concurrency.sent import seconds_until
-from ..databases import MYSQL, PACKET_BYTES, is_read_only, is_tested, refuse_untested
+from ..databases import MYSQL, PACKET_BYTES, TESTED, is_read_only, refuse_untested
 from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError
 from ..texts import describe_error, get_logger
 from ..transactions import OUR_TABLES, lacks_table
 from .capture import Captured, Message
 from .message_table import message_table
-from .serialization import MessageColumns, to_row
+from .serialization import to_row
 
 if TYPE_CHECKING:
     from .sender import OutboxSender
@@ -38,6 +38,8 @@ logger = get_logger(__name__)
 #: Whether a message is kept in the outbox: no, until a broker has it, or until its task is done.
 Outbox: TypeAlias = bool | Literal["until_done"]
 UNTIL_DONE: Final = "until_done"
+#: The columns of a message.
+Columns: TypeAlias = dict[str, Any]
 
 #: The error of a carried task that expired before it was run.
 EXPIRED: Final = "The task expired before it was begun."
@@ -77,9 +79,7 @@ def keep(
                 f"known here, so nothing would end its row. Write @shared_task(base=SafeTask), or "
                 f"outbox=True."
             )
-    rows = [
-        to_row(message, [] if number else calls, chord) for number, message in enumerate(messages)
-    ]
+    rows = [to_row(one, [] if number else calls, chord) for number, one in enumerate(messages)]
     try:
         # Also one that the caller catches must leave none of them.
         with transaction.mark_for_rollback_on_error(sender.using):
@@ -164,7 +164,7 @@ def rewrite(
     """
     values = {"name": name, "token": token, "sender": sender.token, "held": sender.held}
     values["result"] = "" if other_work else None
-    values |= to_row(message)._asdict()
+    values |= to_row(message)
     written = queries.fetch(sender.using, "rewrite_message", **values)
     if written:
         (first,), *more = written
@@ -174,7 +174,7 @@ def rewrite(
     return bool(written)
 
 
-def _insert(sender: OutboxSender, rows: Sequence[MessageColumns]) -> list[int]:
+def _insert(sender: OutboxSender, rows: Sequence[Columns]) -> list[int]:
     """Insert rows that are the sender's; return their keys."""
     alias = sender.using
     connection = connections[alias]
@@ -188,19 +188,19 @@ def _insert(sender: OutboxSender, rows: Sequence[MessageColumns]) -> list[int]:
         )
     keys, claim = list[int](), {"token": sender.token, "held": sender.held}
     for part in _in_batches(rows, PACKET_BYTES if is_mysql else databases.BATCH_BYTES):
-        values = [row._asdict() | claim for row in part]
+        values = [row | claim for row in part]
         found, first = queries.insert(alias, "add_messages", values)
         # Rows get ascending keys, whatever the order in which a database returns these.
         keys += sorted(key for (key,) in found) or _find_inserted(alias, first, part)
     return keys
 
 
-def _in_batches(rows: Iterable[MessageColumns], most_bytes: int) -> Iterator[list[MessageColumns]]:
+def _in_batches(rows: Iterable[Columns], most_bytes: int) -> Iterator[list[Columns]]:
     """Yield rows in their order, as many at a time as one statement is to have."""
-    batch, total = list[MessageColumns](), 0
+    batch, total = list[Columns](), 0
     for row in rows:
         # Nearly: the text columns are almost entirely ASCII.
-        size = len(row.body) + len(row.properties) + len(row.chord_calls)
+        size = len(row["body"]) + len(row["properties"]) + len(row["chord_calls"])
         if batch and (len(batch) == ROWS or total + size > most_bytes):
             yield batch
             batch, total = [], 0
@@ -209,11 +209,11 @@ def _in_batches(rows: Iterable[MessageColumns], most_bytes: int) -> Iterator[lis
     yield batch
 
 
-def _find_inserted(alias: str, first: int, rows: Sequence[MessageColumns]) -> list[int]:
+def _find_inserted(alias: str, first: int, rows: Sequence[Columns]) -> list[int]:
     """Return the keys of rows that were just inserted; MySQL reports only the first."""
     if len(rows) == 1:
         return [first]
-    names = {row.task_id for row in rows}
+    names = {row["task_id"] for row in rows}
     found = message_table(alias).all().filter(pk__gte=first, task_id__in=names).order_by("pk")
     return list(found.values_list("pk", flat=True)[: len(rows)])
 
@@ -228,8 +228,8 @@ def outbox_aliases() -> list[str]:
 
     found = []
     for alias in connections:
-        is_replica = connections[alias].settings_dict["TEST"].get("MIRROR")
-        if is_replica or not is_tested(alias):
+        connection = connections[alias]
+        if connection.settings_dict["TEST"].get("MIRROR") or connection.vendor not in TESTED:
             continue
         if not router.allow_migrate_model(alias, OutboxMessage):
             continue

@@ -233,17 +233,14 @@ def put(message: Message, producer: Any, **options: Any) -> None:
     if given.get("expiration") is not None:
         left = seconds_until(message.expires)
         given["expiration"] = given["expiration"] if left is None else max(0.0, left)
-    if _is_delayed(given) and (left := seconds_until(message.eta)) is not None:
+    # A quorum queue's broker delays a message by its routing key.
+    exchange = getattr(given["exchange"], "name", given["exchange"])
+    is_delayed = exchange == DELAYED and DELAY.match(given["routing_key"] or "")
+    if is_delayed and (left := seconds_until(message.eta)) is not None:
         key = DELAY.sub("", given["routing_key"], count=1)
         given["routing_key"] = calculate_routing_key(max(1, math.ceil(left)), key)
     content = {"content_type": message.content_type, "content_encoding": message.content_encoding}
     producer.publish(message.data, **content, **given)
-
-
-def _is_delayed(options: dict[str, Any]) -> bool:
-    """Return whether the broker delays the message by its routing key, as quorum queues do."""
-    exchange = getattr(options["exchange"], "name", options["exchange"])
-    return exchange == DELAYED and DELAY.match(options["routing_key"] or "") is not None
 
 
 def _send_after_publish(message: Message) -> None:

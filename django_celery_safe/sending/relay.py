@@ -91,15 +91,12 @@ class ClaimedMessage(NamedTuple):
     @classmethod
     def of(cls, row: OutboxMessage) -> Self:
         """Read the message of a row; see :func:`to_message`."""
-        message, needed = to_message(row)[0], []
+        message = to_message(row)[0]
         if _was_sent(row):
             leave_period(message.options["headers"])  # it started when the message was first sent
         header = read_header(message.options["headers"], message.task)
-        if row.chord:
-            needed.append("the result backend")
-        if "sent" in header:
-            needed.append("the store of its lock")
-        return cls(row, message, " and ".join(needed))
+        needs = {"the result backend": row.chord, "the store of its lock": "sent" in header}
+        return cls(row, message, " and ".join(filter(needs.get, needs)))
 
     @property
     def is_expired(self) -> bool:
@@ -283,12 +280,11 @@ class Relay:
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
         publisher = self._publishers[app] = Publisher(app, LONGEST_WAIT, patient=True)
-        free = [one.message for one in claimed if not one.needs]
+        free = [one for one in claimed if not one.needs]
         in_time = len(free) > 1 and time.monotonic() < stop_at
-        if in_time and publisher.publish_together(free):
-            for one in claimed:
-                if not one.needs:
-                    self._record_sent(one)
+        if in_time and publisher.publish_together([one.message for one in free]):
+            for one in free:
+                self._record_sent(one)
         unavailable: dict[str, str] = {}
         for one in claimed:
             if self._next.get(one.row.pk) != NOT_REACHED:
@@ -359,10 +355,8 @@ class Relay:
         self.count += 1
         if is_duplicate:
             return  # publish_once has reported it
-        if one.row.why_again:
-            MESSAGE_BROUGHT_BACK.emit(
-                Relay, task=one.message.task, task_id=one.message.task_id, reason=one.row.why_again
-            )
+        if why := one.row.why_again:
+            MESSAGE_BROUGHT_BACK.emit(Relay, task=one.row.task, task_id=one.row.task_id, reason=why)
         self._unannounced.append(one.message)
 
     def _end_expired(self, one: ClaimedMessage) -> None:

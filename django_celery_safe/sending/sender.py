@@ -112,9 +112,8 @@ class Sender:
     def add(self, captured: Captured, result: Any = None, **facts: Any) -> None:
         """Send the messages of a call when the open transaction commits; see :class:`Send`."""
         send = Send(self, captured, result, **facts)
-        self._kept |= {
-            pk: (send, one) for pk, one in zip(send.ids, captured.messages, strict=False)
-        }
+        rows = zip(send.ids, captured.messages, strict=False)
+        self._kept |= {pk: (send, message) for pk, message in rows}
         transaction.on_commit(send, using=self.using)
 
     def send(self, send: Send) -> None:
@@ -251,9 +250,8 @@ class OutboxSender(Sender):
     def _find(self) -> set[int]:
         """Return the keys of the rows that were committed and that no relay takes meanwhile."""
         in_time = time.monotonic() < self._ours_until
-        if self.is_sure or (
-            in_time and all(_is_checked_by_run(*one) for one in self._kept.values())
-        ):
+        checked = (_is_checked_by_run(*one) for one in self._kept.values())
+        if self.is_sure or (in_time and all(checked)):
             return set(self._kept)
         name = "find_written" if in_time else "hold_messages"
         values = {"token": self.token, "held": self.held}

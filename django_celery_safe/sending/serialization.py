@@ -8,7 +8,7 @@ name, and the relay declares them as its own app configures them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery, _state, current_app
 from celery.canvas import maybe_signature
@@ -16,7 +16,7 @@ from celery.result import result_from_tuple
 from kombu.utils.json import dumps, loads
 
 from ..exceptions import NotSerializable
-from ..leases.holder import GARBLED, describe_arguments
+from ..leases.holder import GARBLED
 from .capture import ChordCall, Message
 
 if TYPE_CHECKING:
@@ -34,23 +34,11 @@ class ForAnotherRelay(Exception):
     """This process can't send a message: it lacks the sender's Celery app."""
 
 
-class MessageColumns(NamedTuple):
-    """The columns of ``OutboxMessage`` that describe one message."""
-
-    task: str
-    task_id: str
-    properties: str
-    body: bytes
-    chord: str
-    chord_calls: str
-    attempt: str
-
-
 def to_row(
     message: Message, chord_calls: list[ChordCall] | None = None, chord: str = ""
-) -> MessageColumns:
+) -> dict[str, Any]:
     """
-    Return the row of a message.
+    Return the columns of ``OutboxMessage`` that describe a message.
 
     Args:
         chord_calls: The calls that register the chord with the result backend, before any
@@ -72,16 +60,15 @@ def to_row(
     kept = {name: getattr(message, name) for name in KEPT}
     properties = {**kept, "options": options, "app": message.app.main}
     try:
-        text = dumps(
-            {name: properties[name] for name in properties if properties[name] is not None}
-        )
+        text = dumps({name: value for name, value in properties.items() if value is not None})
         calls = dumps([_pack_call(call) for call in chord_calls]) if chord_calls else ""
     except (TypeError, ValueError) as error:
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
     data = message.data
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
-    return MessageColumns(message.task, message.task_id, text, body, chord, calls, message.attempt)
+    columns = {"task": message.task, "task_id": message.task_id, "attempt": message.attempt}
+    return {**columns, "properties": text, "body": body, "chord": chord, "chord_calls": calls}
 
 
 def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
@@ -116,12 +103,6 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
         what = repr(error) if isinstance(error, KeyError) else type(error).__name__
         raise ValueError(f"the row makes no message: {what}") from error
     return message, calls
-
-
-def find_arguments(row: OutboxMessage) -> str | None:
-    """Return the arguments as the message shows them; see ``describe_arguments``."""
-    headers = find_headers(row.properties)
-    return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
 
 
 def find_headers(properties: str) -> dict[str, Any]:

@@ -189,9 +189,9 @@ class SafeTaskMixin(Task[P, R]):
         if self.request.is_eager:
             return super().retry(*args, **kwargs)
         retry = resending(self.request.id, partial(super().retry, *args, **kwargs))
-        # With throw=False, only these show that the task goes on, and when the message arrives.
+        # With throw=False, only this shows that the task goes on.
         request: Any = self.request
-        request.safe_retry, request.safe_retries = retry, getattr(request, "safe_retries", 0) + 1
+        request.safe_retries = getattr(request, "safe_retries", 0) + 1
         return retry
 
     def on_replace(self, sig: Signature[Any]) -> Any:

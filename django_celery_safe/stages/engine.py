@@ -157,17 +157,27 @@ def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
         return write()
 
 
-def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) -> None:
-    """Record that a step of a locked run failed, unless it has ended, and stop the run."""
-    goes_on = run is not None and run.status not in Status.STOPPED
-    if not store.at(step.pk, step.task_id).open().record(Status.FAILED, fault):
-        if run is not None and goes_on:
-            go_on(store, run)  # it has succeeded, and its process died before that
-        return
-    facts = {"run": step.run_id, "step": step.pk, "task": step.task, "task_id": step.task_id}
-    STEP_FAILED.emit_on_commit(start, using=store.alias, **facts, error=str(fault))
-    if run is not None and goes_on:
-        stop(store, run, Status.FAILED)
+def fail(store: StepTable, row: StageSteps, write: Callable[[], bool], fault: Fault) -> bool:
+    """
+    Fail a step together with its message, unless it has succeeded, and stop its run.
+
+    ``write`` ends the message, and returns whether its claim still held it: so does this.
+    """
+    if (step := row.first()) is None:
+        return write()
+    with store.runs.locked(step.run_id) as run:
+        settle(store, row)
+        ours = write()
+        active = None if run is None or run.status in Status.STOPPED else run
+        if ours and row.open().record(Status.FAILED, fault):
+            facts = {"run": step.run_id, "step": step.pk, "task": step.task}
+            facts |= {"task_id": step.task_id, "error": str(fault)}
+            STEP_FAILED.emit_on_commit(start, using=store.alias, **facts)
+            if active is not None:
+                stop(store, active, Status.FAILED)
+        elif ours and active is not None:
+            go_on(store, active)  # the process died before it began the next stage
+    return ours
 
 
 def succeed(store: StepTable, pk: int, task_id: str, text: str, held: Held | None = None) -> None:
@@ -218,8 +228,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
         _end(store, run, Status.SUCCEEDED, params_text=run.params_text)
         return
     run.stage += 1
-    values = {"pk": run.pk, "stage": run.stage, "params": run.params_text}
-    queries.execute(store.alias, "begin_stage", **values)
+    store.runs.filter(pk=run.pk).update(stage=run.stage, params_text=run.params_text)
     try:
         send(store, following)
     except (DatabaseError, SoftTimeLimitExceeded):
@@ -274,9 +283,8 @@ def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False)
 
 def _emit(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
     """Emit a run's event when the open transaction commits."""
-    event.emit_on_commit(
-        start, using=store.alias, run=run.pk, key=run.key, name=run.name or run.key, **fields
-    )
+    fields |= {"run": run.pk, "key": run.key, "name": run.name or run.key}
+    event.emit_on_commit(start, using=store.alias, **fields)
 
 
 def resume(run: StageRun) -> None:

@@ -19,7 +19,7 @@ from ..values import NotPlain, decode
 from . import engine
 from .entries import encode_named, read_entry
 from .status import Status
-from .step_table import Found, table_in
+from .step_table import FOUND, Found, table_in
 
 if TYPE_CHECKING:
     from ..models.stage_states import StageSteps
@@ -84,9 +84,8 @@ class StepFollower:
     def begin(self, task_id: str) -> str:
         """Set the step to running; return why its function must not be called, or ""."""
         self._task_id = task_id
-        values = {"pk": self.pk, "task_id": task_id}
-        rows = queries.fetch(self.table.alias, "begin_step", **values)
-        rows = rows or queries.fetch(self.table.alias, "find_step", **values)
+        rows: Any = queries.fetch(self.table.alias, "begin_step", pk=self.pk, task_id=task_id)
+        rows = rows or self._row().values_list(*FOUND)
         if not rows:
             return self._go_without("its step is gone, or has another message")
         self.found = found = Found(*rows[0])
@@ -166,16 +165,8 @@ class StepFollower:
             engine.put_back(self.table, self._row().held(*held), self.found.run, fault)
 
     def fail(self, task_id: str, write: Callable[[], bool], fault: Fault) -> bool:
-        """Fail the step together with its message, and stop its run."""
-        step = self.table.at(self.pk, task_id).first()
-        if step is None:
-            return write()
-        with self.table.runs.locked(step.run_id) as run:
-            engine.settle(self.table, self.table.at(self.pk, task_id))
-            ours = write()
-            if ours:
-                engine.fail(self.table, run, step, fault)
-        return ours
+        """Fail the step together with its message, and stop its run; see ``engine.fail``."""
+        return engine.fail(self.table, self.table.at(self.pk, task_id), write, fault)
 
     def note(self, task_id: str, fault: Fault) -> None:
         """Show why a worker did not take the message of a step that waits."""

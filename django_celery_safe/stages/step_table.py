@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from django.apps import apps
 from django.db import router
 
-from .. import conf
 from ..databases import refuse_untested
 
 if TYPE_CHECKING:
@@ -31,6 +30,10 @@ class Found(NamedTuple):
     arguments: str
     run_status: str
     params: str
+
+
+#: The same columns, as the ORM names them.
+FOUND: Final = ("status", "run_id", "stage", "arguments_text", "run__status", "run__params_text")
 
 
 class StepTable:
@@ -63,9 +66,3 @@ def step_table() -> StepTable:
 
 #: Returns the table in the database with this alias.
 table_in = lru_cache(StepTable)
-
-
-def get_prunable(alias: str) -> list[StageRuns]:
-    """Return a queryset of the runs whose retention has expired."""
-    age, runs = conf.retention("runs"), table_in(alias).runs
-    return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]

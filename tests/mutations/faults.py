@@ -246,8 +246,8 @@ sending.carried:_follow_death: a carried task whose process was killed waits for
 sending.carried_run:Run.end: a finished task's recorded result is overwritten by its return value
 -"" if self.claim.is_finished else
 +"" if False else
-sending.carried_run:Run._come_again: a carried task that is retried or requeued counts as done
--return self._put_back(error, DATABASE_AWAY if is_away else later)
+sending.carried_run:Run._record: a carried task that is retried or requeued counts as done
+-return self._put_back(error, DATABASE_AWAY if isinstance(error, NoAnswer) else later)
 +return self.end()
 sending.carried_run:claim_message: a carried task that runs already is run a second time
 -return refuse_run(task, request, reason)
@@ -287,10 +287,10 @@ stages.engine:go_on: a stage begins before the one before it has ended
 -if not found:
 +if False:
 stages.engine:fail: the rest of a run goes on after a step has failed
--stop(store, run, Status.FAILED)
+-stop(store, active, Status.FAILED)
 +pass
 stages.engine:fail: a run stands still whose last step's process was killed after that had succeeded
--go_on(store, run)
+-go_on(store, active)
 +pass
 stages.engine:stop: relays send the messages of aborted steps for ever where no worker knows their
   task
@@ -386,7 +386,7 @@ resuming.checkpoints:hand_over_if_told: a task that catches all errors counts as
   handed over
 -one.handed_over = HandedOver
 +raise HandedOver
-queries.sql:move_message: a long task that dies now and then is given up although it goes on
+queries.sql:move_messages: a long task that dies now and then is given up although it goes on
 -CASE WHEN :moved THEN 0 ELSE deaths END
 +deaths
 [outer]

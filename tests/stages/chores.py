@@ -2,13 +2,12 @@
 
 from django_celery_safe.models import StageRun
 from django_celery_safe.sending.housekeeping import prune_some
-from django_celery_safe.stages.step_table import get_prunable
 
 
 def prune(alias: str) -> int:
     """Delete the runs whose retention has expired; return how many."""
     runs = StageRun.objects.using(alias)
     before = runs.count()
-    for rows in get_prunable(alias):
+    for rows in runs.prunable():
         prune_some(rows, 100, 1)
     return before - runs.count()

@@ -19,7 +19,6 @@ from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_failed, run_ended
 from django_celery_safe.stages import Status
 from django_celery_safe.stages.follower import StepFollower
-from django_celery_safe.stages.step_table import get_prunable
 from tests.concurrency.mailbox import Message
 from tests.sending.conftest import hearing
 from tests.servers.databases import until_somebody_waits
@@ -208,7 +207,7 @@ def test_a_run_that_is_resumed_meanwhile_is_not_pruned(staged: Staged) -> None:
         rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
         rows.update(status=Status.RUNNING)
 
-    (chosen,) = get_prunable(staged.alias)
+    (chosen,) = StageRun.objects.using(staged.alias).prunable()
     with at_statement(staged.alias, "SELECT", resume, after=True, times=1) as met:
         prune_some(chosen, 1, 1)
     assert met
