@@ -31,7 +31,7 @@ LIMITS: Final = {
     "do_once": 6,
     "idempotent run": 34,
     "start": 42,
-    "step and next stage": 89,
+    "step and next stage": 88,
     "last step": 60,
 }
 WIDTH: Final = max(map(len, LIMITS))
