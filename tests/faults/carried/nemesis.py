@@ -133,8 +133,7 @@ class Troublemaker(WorkerNemesis):
             child = self.choose_child()
         if child is None or self._is_paused(child.pid):
             return False
-        self.kill_child(child)
-        return True
+        return self.kill_child(child)
 
     def _pause_one(self) -> bool:
         child = self.stop_inside(self._moving(), self._long.__contains__)

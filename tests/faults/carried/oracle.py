@@ -76,7 +76,7 @@ def needless_runs(history: History) -> Findings:
     """An attempt is run again only if its process was killed, or interrupted."""
     for runs in attempts(history).values():
         for run in runs[:-1]:
-            if not is_explained(history, run):
+            if history.kill_of(run) is None and not history.is_interrupted(run):
                 yield f"{run.id} ran in {run.pid}, which lived, and was run again."
 
 
@@ -95,11 +95,6 @@ def final_runs(history: History) -> dict[str, list[Run]]:
         if run.ending in FINAL:
             found[run.id].append(run)
     return found
-
-
-def is_explained(history: History, run: Run) -> bool:
-    """Return whether another process may have to do a run once more."""
-    return history.kill_of(run) is not None or history.is_interrupted(run)
 
 
 def two_at_once(history: History) -> Findings:
@@ -198,22 +193,9 @@ def measure(history: History) -> dict[str, list[float]]:
     }
 
 
-ORACLE = CarriedOracle(
-    count,
-    [
-        lost_tasks,
-        unended_rows,
-        wrong_failures,
-        wrong_retries,
-        ghosts,
-        runs_after_the_end,
-        ends_by_others,
-        needless_runs,
-        two_at_once,
-        leases_cut_short,
-        needless_deaths,
-        late_recoveries,
-        too_little,
-    ],
-    measure,
-)
+CHECKS = [
+    lost_tasks, unended_rows, wrong_failures, wrong_retries, ghosts, runs_after_the_end,
+    ends_by_others, needless_runs, two_at_once, leases_cut_short, needless_deaths,
+    late_recoveries, too_little,
+]  # fmt: skip
+ORACLE = CarriedOracle(count, CHECKS, measure)

@@ -5,10 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
-from tests.faults.brokers import BrokerName
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import draw_duration, option
-from tests.servers.databases import SERVERS
+from tests.faults.scenario import WorkersPlan, draw_duration, option
 
 #: How tasks are sent and declared: by Celery alone, with ``acks_late``, and with
 #: ``reject_on_worker_lost`` as well; in the outbox until a broker has them, or until done.
@@ -68,14 +65,12 @@ class Transaction(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(AnyPlan):
+class Plan(WorkersPlan):
     """
     The plan of one recording.
 
     Args:
         pause: Mean time between two transactions, s.
-        workers: Number of workers.
-        concurrency: Children of each worker.
         quiet: The run ends when all rows have ended and nothing has moved for this time, s.
         patience: The same, s, while there are tasks that have not ended.
         at_most: The run fails if it takes longer, s, plus a little for each task.
@@ -83,8 +78,6 @@ class Plan(AnyPlan):
     """
 
     sent: str = option("until-done", "how tasks are sent; others may lose some", get_args(SentName))
-    broker: str = option("redis", "the broker", get_args(BrokerName))
-    database: str = option("postgres", "what has the rows", SERVERS)
     tasks: int = option(2_000, "how many tasks; a tenth retries, a hundredth fails")
     child_kills: int = option(40, "how often a worker's child is killed")
     worker_kills: int = option(4, "how often a whole worker is")
@@ -94,7 +87,6 @@ class Plan(AnyPlan):
     flushes: int = option(2, "how often the broker loses what waits in it")
     database_restarts: int = option(1, "how often the database's server is")
     pause: float = 0.12
-    workers: int = 2
     concurrency: int = 3
     quiet: float = 5.0
     patience: float = 60.0
@@ -147,4 +139,4 @@ class Plan(AnyPlan):
 
     def _task(self, number: int, name: str, chance: random.Random) -> Task:
         ending = "failed" if number % 100 == 7 else "retried" if number % 10 == 3 else "done"
-        return Task(f"{name}-{number}", ending, draw_duration(chance, tuple(DURATIONS.items())))
+        return Task(f"{name}-{number}", ending, draw_duration(chance, DURATIONS))

@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from django.db import Error, connections
 
 from django_celery_safe.models import OutboxMessage
-from tests.faults.carried import broken
 from tests.faults.carried.history import History
 from tests.faults.carried.nemesis import Troublemaker
 from tests.faults.carried.plan import FINAL, LEASE, OUTBOX, RESEND_AFTER, Plan
-from tests.faults.carried.sender import relay, send
+from tests.faults.carried.sender import hurry_and_relay, send
 from tests.faults.lab import SEND_TIMEOUT, Lab
 from tests.faults.ledger import Ledger, Trigger
 from tests.faults.scenario import Stillness, Witness
@@ -61,13 +61,8 @@ def record(plan: Plan, lab: Lab) -> History:
         CELERY_TASK_ACKS_LATE=plan.sent in ("acks-late", "reject-lost"),
         CELERY_TASK_REJECT_ON_WORKER_LOST=plan.sent == "reject-lost",
     )
-    relaying = Relaying(plan, lab)
-    workers = lab.start_workers(
-        plan.workers,
-        "tests.faults.carried.work",
-        concurrency=plan.concurrency,
-        env={broken.VARIABLE: plan.broken},
-    )
+    relaying = Relaying(lab, plan.broken)
+    workers = lab.start_workers(plan, "tests.faults.carried.work")
     began, sending = time.monotonic(), lab.start(send, plan)
     trouble = Troublemaker(
         plan,
@@ -131,14 +126,14 @@ def answers(alias: str) -> bool:
 class Relaying:
     """The relay, which may be killed."""
 
-    def __init__(self, plan: Plan, lab: Lab) -> None:
-        self._plan, self._lab = plan, lab
-        self._process = lab.start(relay, plan)
+    def __init__(self, lab: Lab, fault: str) -> None:
+        self._start = partial(lab.start, hurry_and_relay, fault)
+        self._process = self._start()
 
     def kill(self) -> None:
         """Kill it and start it again."""
         self._process.kill()
-        self._process = self._lab.start(relay, self._plan)
+        self._process = self._start()
 
     def check(self) -> None:
         """

@@ -1,12 +1,10 @@
 """The processes of the scenario that commit transactions with sends, or relay the outbox."""
 
-import io
 import random
 import time
 from contextlib import suppress
 from typing import Final
 
-from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connection, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
@@ -14,7 +12,7 @@ from tests.faults.carried import broken, work
 from tests.faults.carried.plan import OUTBOX, Plan, Task, Transaction
 from tests.faults.ledger import Ledger
 from tests.faults.outbox.relaying import hurry
-from tests.faults.scenario import enter, find_witness
+from tests.faults.scenario import enter, find_witness, relay
 
 #: Pause before a database that was away is asked again, s.
 PAUSE: Final = 0.1
@@ -73,9 +71,9 @@ def send_one(task: Task) -> None:
     work.work.apply_async_on_commit((task.ending, task.seconds), task_id=task.id)
 
 
-def relay(plan: Plan) -> None:
+def hurry_and_relay(fault: str) -> None:
     """Relay until told to end, or killed."""
     enter()
     hurry()
-    broken.break_relay(plan.broken)
-    call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
+    broken.break_relay(fault)
+    relay()

@@ -9,7 +9,7 @@ from celery import shared_task
 from django_celery_safe import SafeTask, conf
 from tests.faults.carried import broken
 from tests.faults.carried.plan import LEASE
-from tests.faults.scenario import Witness, find_witness
+from tests.faults.scenario import Witness, find_fault, find_witness
 
 #: How long a process sleeps at a time, and what is longer than any such sleep, s: the lease
 #: may be over by then, which is renewed at a third of it.
@@ -51,4 +51,4 @@ def sleep(witness: Witness, task_id: str, seconds: float) -> None:
             witness.journal.write("stood still", id=task_id)
 
 
-broken.use_chosen()
+broken.break_worker(find_fault())

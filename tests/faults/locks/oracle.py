@@ -13,7 +13,7 @@ from django_celery_safe.leases.holder import split_place
 from tests.faults.locks.history import History
 from tests.faults.locks.holdings import Holding
 from tests.faults.locks.records import NO, YES, Record
-from tests.faults.oracle import Findings, Oracle, Shown, scarce
+from tests.faults.oracle import Findings, Oracle, scarce
 
 #: Acquisitions that each process must have made in a hundred operations, on average.
 ENOUGH_ACQUIRED = 4
@@ -22,9 +22,9 @@ ENOUGH_ACQUIRED = 4
 ENOUGH_CONTENDED = 2
 
 
-def show(text: str, *records: Record) -> Shown:
+def show(text: str, *records: Record) -> str:
     """Return a finding with the records that it is about."""
-    return Shown(f"{records[-1].lock}: {text}", tuple(map(str, records)))
+    return "\n".join((f"{records[-1].lock}: {text}", *map(str, records)))
 
 
 def two_holders(history: History) -> Findings:

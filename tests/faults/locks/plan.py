@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import option
+from tests.faults.scenario import AnyPlan, option
 
 #: The state of a process at this moment, as the nemesis sees it.
 IDLE, ASKING, HOLDING = 0, 1, 2
@@ -49,7 +48,7 @@ class Plan(AnyPlan):
         ways: Uses of a lock, and how often of a hundred times.
         at_least: The run lasts this long even if it has its operations before, s.
         make_lock: Dotted path of what is called as ``cache_lock`` is.
-        backend: The faulty cache backend; empty: that of django-redis.
+        backend: The cache backend of django-redis, or a faulty one.
         guarded: Whether the resource refuses writes with older fences.
     """
 
@@ -65,7 +64,7 @@ class Plan(AnyPlan):
     ways: Mapping[str, int] = field(default_factory=lambda: OFTEN)
     at_least: float = 0.0
     make_lock: str = "django_celery_safe.cache_lock"
-    backend: str = ""
+    backend: str = "django_redis.cache.RedisCache"
     guarded: bool = True
 
     def objection(self) -> str | None:

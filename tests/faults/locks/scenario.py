@@ -23,22 +23,25 @@ OUTSTAYING = {OUTSTAY: 40, WRITE: 60}
 
 #: Each fault: the changes of the plan, and the check that must find it.
 FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "release-any": ({"backend": "NoOwnerCheckCache"}, "two holders"),
+    "release-any": ({"backend": "tests.faulty.NoOwnerCheckCache"}, "two holders"),
     "endless-lease": (
-        {"backend": "NoExpiryCache", "ways": {ABANDON: 1, WRITE: 9}, "at_least": 3.0},
+        {"backend": "tests.faulty.NoExpiryCache", "ways": {ABANDON: 1, WRITE: 9}, "at_least": 3.0},
         "refusals without a holder",
     ),
-    "fence-per-process": ({"backend": "FencePerProcessCache"}, "unordered fences"),
-    "read-then-write": ({"backend": "ReadThenWriteCache"}, "two holders"),
-    "reviving": ({"backend": "RevivingCache", "ways": OUTSTAYING}, "two holders"),
-    "short-lease": ({"backend": "HastyCache"}, "two holders"),
+    "fence-per-process": ({"backend": "tests.faulty.FencePerProcessCache"}, "unordered fences"),
+    "read-then-write": ({"backend": "tests.faulty.ReadThenWriteCache"}, "two holders"),
+    "reviving": ({"backend": "tests.faulty.RevivingCache", "ways": OUTSTAYING}, "two holders"),
+    "short-lease": ({"backend": "tests.faulty.HastyCache"}, "two holders"),
     "forgotten-fence": (
-        {"backend": "ForgetfulFenceCache", "nemesis": "restart"},
+        {"backend": "tests.faulty.ForgetfulFenceCache", "nemesis": "restart"},
         "unordered fences",
     ),
     "endless-trust": ({"make_lock": f"{__name__}.EndlessLock"}, "two holders"),
     "unguarded": ({"guarded": False}, "older writes"),
-    "one-too-many": ({"backend": "OneTooManyCache", "limit": 2, "locks": 1}, "too many holders"),
+    "one-too-many": (
+        {"backend": "tests.faulty.OneTooManyCache", "limit": 2, "locks": 1},
+        "too many holders",
+    ),
 }
 
 #: The checks that must find each.
@@ -104,7 +107,5 @@ def use_store(plan: Plan, lab: Lab) -> Server | None:
         lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
         return None
     server: RedisServer = lab.server(RedisServer)
-    backend = f"tests.faulty.{plan.backend}" if plan.backend else "django_redis.cache.RedisCache"
-    cache = {"BACKEND": backend, "LOCATION": server.url}
-    lab.settings["CACHES"] = {"default": cache}
+    lab.use_store(server, plan.backend)
     return server

@@ -1,17 +1,14 @@
 """A process that relays: ``manage.py celery_outbox relay``, in a hurry."""
 
-import io
 import logging
 import os
 from datetime import timedelta
 from functools import partial
 
-from django.core.management import call_command
-from django.db import DEFAULT_DB_ALIAS
-
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import relay as relaying
 from tests.app.celery import app
+from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
 from tests.faults.outbox.plan import RELAY, Plan, Witness
 from tests.faults.outbox.points import lay
@@ -31,7 +28,7 @@ def relay(plan: Plan, witness: Witness, point: str | None, hit: int) -> None:
     break_relay(plan.broken, witness.folder)
     if point is not None:
         lay(RELAY, point, hit, partial(witness.record_kill, RELAY, point, os.getpid()))
-    call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
+    scenario.relay()
 
 
 def hurry() -> None:

@@ -109,13 +109,12 @@ class History:
             else:
                 ours = [one for one in history.executions[step] if one.pid == pid]
                 ours[-1].ended = at
-        signals = witness.open("signals")
         ids = {step.task_id: pk for pk, step in history.steps.items()}
-        lost = signals.entries("lost")
+        lost = witness.trouble.entries("lost")
         history.lost = {(entry["pid"], ids[entry["task_id"]]) for entry in lost}
-        for entry in witness.trouble.entries("killed"):
-            history.killed.setdefault(entry["child"], entry["at_ns"])
         kills = witness.trouble.entries("killed")
+        for entry in kills:
+            history.killed.setdefault(entry["child"], entry["at_ns"])
         history.kills = witness.trouble.tally("effect")
         history.kills["children"] = sum(entry["what"] == "child" for entry in kills)
         history.kills["inside"] = sum(entry["inside"] for entry in kills)

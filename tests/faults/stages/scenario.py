@@ -10,8 +10,7 @@ from tests.faults.scenario import Stillness, Witness
 from tests.faults.stages.nemesis import Troublemaker
 from tests.faults.stages.oracle import History
 from tests.faults.stages.plan import LEASE, MAX_DEATHS, PATIENCE, VISIBILITY_TIMEOUT, Plan
-from tests.faults.stages.work import relay, start_runs
-from tests.stages.broken import VARIABLE
+from tests.faults.stages.work import enter_and_relay, start_runs
 
 #: Pause between two looks, s.
 LOOK: Final = 0.05
@@ -39,13 +38,8 @@ def record(plan: Plan, lab: Lab) -> History:
         "MAX_DEATHS": MAX_DEATHS,
     }
     lab.configure(alias, broker, ours)
-    relaying = lab.start(relay)
-    workers = lab.start_workers(
-        plan.workers,
-        "tests.faults.stages.work",
-        concurrency=plan.concurrency,
-        env={VARIABLE: plan.broken},
-    )
+    relaying = lab.start(enter_and_relay)
+    workers = lab.start_workers(plan, "tests.faults.stages.work")
     began, starting = time.monotonic(), lab.start(start_runs, plan)
     runs = StageRun.objects.using(alias)
     trouble = Troublemaker(
