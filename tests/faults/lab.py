@@ -23,6 +23,9 @@ SEND_TIMEOUT = 0.5
 #: How long a worker waits until it takes a child for dead, s.
 LOST_WAIT = 1.0
 
+#: The backend of the cache with the locks.
+DJANGO_REDIS = "django_redis.cache.RedisCache"
+
 #: The variable of the environment with the fault that a worker is to have.
 BROKEN = "SAFE_TESTS_BROKEN"
 
@@ -59,7 +62,7 @@ class Lab(ExitStack):
         server = self.server(LastingRedis if lasting else RedisServer)
         return RedisBroker(server, visibility_timeout, SILENCE)
 
-    def configure(self, alias: str, broker: Broker, ours: Mapping[str, Any], **more: Any) -> None:
+    def configure(self, alias: str, broker: Broker, ours: Mapping[str, Any]) -> None:
         """
         Set the Django settings of all processes.
 
@@ -74,7 +77,6 @@ class Lab(ExitStack):
             "DJANGO_CELERY_SAFE": dict(ours),
             "TEST_WITNESS": str(self.folder),
             **broker.settings(),
-            **more,
         }
 
     def use_database(self, alias: str, **more: Any) -> None:
@@ -84,9 +86,7 @@ class Lab(ExitStack):
         entry = {name: known[name] for name in names}
         self.settings["DATABASES"] = {DEFAULT_DB_ALIAS: {**entry, **more}}
 
-    def use_store(
-        self, server: RedisServer, backend: str = "django_redis.cache.RedisCache"
-    ) -> None:
+    def use_store(self, server: RedisServer, backend: str = DJANGO_REDIS) -> None:
         """Let this be the place of all processes' locks, and of results."""
         self.settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": server.url}}
         self.settings["CELERY_RESULT_BACKEND"] = server.database_url(2)

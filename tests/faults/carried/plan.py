@@ -3,16 +3,9 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from tests.faults.scenario import WorkersPlan, draw_duration, option
-
-#: How tasks are sent and declared: by Celery alone, with ``acks_late``, and with
-#: ``reject_on_worker_lost`` as well; in the outbox until a broker has them, or until done.
-SentName = Literal["celery", "acks-late", "reject-lost", "until-a-broker", "until-done"]
-
-#: The setting ``OUTBOX`` for each of these; the other ways use Celery alone.
-OUTBOX: Final = {"until-a-broker": True, "until-done": "until_done"}
 
 #: Endings of a run after which its task does not run again.
 FINAL: Final = {"done", "failed"}
@@ -77,7 +70,6 @@ class Plan(WorkersPlan):
         grace: How late the task of a killed process may begin again while a worker is idle, s.
     """
 
-    sent: str = option("until-done", "how tasks are sent; others may lose some", get_args(SentName))
     tasks: int = option(2_000, "how many tasks; a tenth retries, a hundredth fails")
     child_kills: int = option(40, "how often a worker's child is killed")
     worker_kills: int = option(4, "how often a whole worker is")
@@ -92,16 +84,6 @@ class Plan(WorkersPlan):
     patience: float = 60.0
     at_most: float = 600.0
     grace: float = 2.0
-
-    def objection(self) -> str | None:
-        if self.broken and not self.is_carried:
-            return "Only carried tasks can be broken."
-        return None
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether tasks are sent with ``until_done``, which promises to lose none."""
-        return self.sent == "until-done"
 
     @property
     def harms(self) -> dict[str, int]:
