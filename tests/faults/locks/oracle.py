@@ -40,9 +40,9 @@ def too_many_holders(history: History) -> Findings:
     for later, others in _meetings(history):
         rivals = [one for one in others if not _excuses(history, one, later)]
         places = {one.acquired.lock for one in (*rivals, later)}
-        if len(places) > history.limit:
+        if len(places) > history.plan.limit:
             acquired = [one.acquired for one in (*rivals, later)]
-            yield show(f"{len(places)} places of {history.limit} were held.", *acquired)
+            yield show(f"{len(places)} places of {history.plan.limit} were held.", *acquired)
 
 
 def _pairs(history: History) -> Iterator[tuple[Holding, Holding]]:
@@ -167,7 +167,7 @@ def _taken(history: History) -> dict[str, tuple[list[int], list[int]]]:
     for moment, is_end, lock in sorted(changes):
         if not is_end:
             holders[lock] += 1
-        if holders[lock] == history.limit:
+        if holders[lock] == history.plan.limit:
             taken[lock][is_end].append(moment)
         holders[lock] -= is_end
     return taken
@@ -189,18 +189,18 @@ def incomplete_answers(history: History) -> Findings:
 
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
-    counts = count(history)
-    acquired = [0] * history.processes
+    counts, plan = count(history), history.plan
+    acquired = [0] * plan.processes
     for holding in history.holdings:
         acquired[holding.acquired.process] += 1
-    share = counts["operations"] / history.processes * ENOUGH_ACQUIRED / 100
+    share = counts["operations"] / plan.processes * ENOUGH_ACQUIRED / 100
     for process, number in enumerate(acquired):
         if number < max(share, 2):
             yield f"process {process} acquired {number} times, of {share:.0f} that are enough."
     tries = counts["acquisitions"] + counts["contended"]
-    wanted = {"contended": max(tries * ENOUGH_CONTENDED / 100, 2), "most at once": history.limit}
-    wanted |= {"ended by lease": 1, "outlived pauses": 1, "refused writes": 1}
-    yield from scarce(counts, wanted | {"restarts": int(history.nemesis == "restart")})
+    wanted = dict.fromkeys(("ended by lease", "outlived pauses", "refused writes"), 1.0)
+    wanted |= {"contended": max(tries * ENOUGH_CONTENDED / 100, 2), "most at once": plan.limit}
+    yield from scarce(counts, wanted | {"restarts": int(plan.nemesis == "restart")})
 
 
 def count(history: History) -> dict[str, int]:

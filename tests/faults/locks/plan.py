@@ -48,7 +48,7 @@ class Plan(AnyPlan):
         ways: Uses of a lock, and how often of a hundred times.
         at_least: The run lasts this long even if it has its operations before, s.
         make_lock: Dotted path of what is called as ``cache_lock`` is.
-        backend: The cache backend of django-redis, or a faulty one.
+        backend: The faulty cache backend; empty: that of django-redis.
         guarded: Whether the resource refuses writes with older fences.
     """
 
@@ -64,7 +64,7 @@ class Plan(AnyPlan):
     ways: Mapping[str, int] = field(default_factory=lambda: OFTEN)
     at_least: float = 0.0
     make_lock: str = "django_celery_safe.cache_lock"
-    backend: str = "django_redis.cache.RedisCache"
+    backend: str = ""
     guarded: bool = True
 
     def objection(self) -> str | None:
@@ -84,12 +84,7 @@ class Plan(AnyPlan):
         return [f"lock-{index}" for index in range(max(1, number))]
 
 
-class Board:
-    """Shows what each process does at this moment: one byte for each, in shared memory."""
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        path = folder / "board"
-        if not path.exists():
-            path.write_bytes(bytes(processes))
-        with path.open("r+b") as file:
-            self.states = mmap.mmap(file.fileno(), processes)
+def open_board(folder: Path, processes: int) -> mmap.mmap:
+    """Return what each process does at this moment: one byte for each, in shared memory."""
+    with (folder / "board").open("r+b") as file:
+        return mmap.mmap(file.fileno(), processes)

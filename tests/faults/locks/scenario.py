@@ -7,11 +7,11 @@ from typing import Any
 
 from django_celery_safe import cache_lock
 from django_celery_safe.locks.lock import CacheLock
-from tests.faults.lab import Lab
+from tests.faults.lab import DJANGO_REDIS, Lab
 from tests.faults.locks.history import History
 from tests.faults.locks.holders import use_locks
 from tests.faults.locks.nemesis import Troublemaker
-from tests.faults.locks.plan import ABANDON, OUTSTAY, WRITE, Board, Plan
+from tests.faults.locks.plan import ABANDON, OUTSTAY, WRITE, Plan
 from tests.faults.locks.records import iter_records
 from tests.servers import RedisServer, Server
 
@@ -23,25 +23,22 @@ OUTSTAYING = {OUTSTAY: 40, WRITE: 60}
 
 #: Each fault: the changes of the plan, and the check that must find it.
 FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "release-any": ({"backend": "tests.faulty.NoOwnerCheckCache"}, "two holders"),
+    "release-any": ({"backend": "NoOwnerCheckCache"}, "two holders"),
     "endless-lease": (
-        {"backend": "tests.faulty.NoExpiryCache", "ways": {ABANDON: 1, WRITE: 9}, "at_least": 3.0},
+        {"backend": "NoExpiryCache", "ways": {ABANDON: 1, WRITE: 9}, "at_least": 3.0},
         "refusals without a holder",
     ),
-    "fence-per-process": ({"backend": "tests.faulty.FencePerProcessCache"}, "unordered fences"),
-    "read-then-write": ({"backend": "tests.faulty.ReadThenWriteCache"}, "two holders"),
-    "reviving": ({"backend": "tests.faulty.RevivingCache", "ways": OUTSTAYING}, "two holders"),
-    "short-lease": ({"backend": "tests.faulty.HastyCache"}, "two holders"),
+    "fence-per-process": ({"backend": "FencePerProcessCache"}, "unordered fences"),
+    "read-then-write": ({"backend": "ReadThenWriteCache"}, "two holders"),
+    "reviving": ({"backend": "RevivingCache", "ways": OUTSTAYING}, "two holders"),
+    "short-lease": ({"backend": "HastyCache"}, "two holders"),
     "forgotten-fence": (
-        {"backend": "tests.faulty.ForgetfulFenceCache", "nemesis": "restart"},
+        {"backend": "ForgetfulFenceCache", "nemesis": "restart"},
         "unordered fences",
     ),
     "endless-trust": ({"make_lock": f"{__name__}.EndlessLock"}, "two holders"),
     "unguarded": ({"guarded": False}, "older writes"),
-    "one-too-many": (
-        {"backend": "tests.faulty.OneTooManyCache", "limit": 2, "locks": 1},
-        "too many holders",
-    ),
+    "one-too-many": ({"backend": "OneTooManyCache", "limit": 2, "locks": 1}, "too many holders"),
 }
 
 #: The checks that must find each.
@@ -76,7 +73,7 @@ def record(plan: Plan, lab: Lab) -> History:
     if plan.broken:
         plan = replace(plan, **FAULTS[plan.broken][0])
     server = use_store(plan, lab)
-    Board(lab.folder, plan.processes)
+    (lab.folder / "board").write_bytes(bytes(plan.processes))
     processes = [lab.start(use_locks, plan, number, lab.folder) for number in range(plan.processes)]
     restarted = server if plan.nemesis == "restart" else None
     trouble = Troublemaker(plan, lab.folder, processes, restarted)
@@ -90,15 +87,8 @@ def record(plan: Plan, lab: Lab) -> History:
         trouble.strike()
     for process in processes:
         process.result(timeout=10)
-    return History(
-        records=list(iter_records(lab.folder)),
-        processes=plan.processes,
-        nemesis=plan.nemesis,
-        limit=plan.limit,
-        grace=plan.leases[1] * 2 + SLOWNESS,
-        pauses=trouble.pauses,
-        losses=trouble.losses,
-    )
+    grace = plan.leases[1] * 2 + SLOWNESS
+    return History(list(iter_records(lab.folder)), plan, grace, trouble.pauses, trouble.losses)
 
 
 def use_store(plan: Plan, lab: Lab) -> Server | None:
@@ -107,5 +97,5 @@ def use_store(plan: Plan, lab: Lab) -> Server | None:
         lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
         return None
     server: RedisServer = lab.server(RedisServer)
-    lab.use_store(server, plan.backend)
+    lab.use_store(server, f"tests.faulty.{plan.backend}" if plan.backend else DJANGO_REDIS)
     return server

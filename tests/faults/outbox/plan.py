@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tests.faults.scenario import Witness as AnyWitness
 from tests.faults.scenario import WorkersPlan, draw_duration, option
@@ -30,18 +30,6 @@ SENDER, CUT_OFF, RELAY = "sender", "sender without broker", "relay"
 #: The troubles of the broker, one in each round. Redis has what it got on the disk before it
 #: answers, and RabbitMQ before it confirms.
 TROUBLES: Final = ("stopped", "killed", "paused")
-
-
-class Transaction(NamedTuple):
-    """
-    The work of one transaction.
-
-    Attributes:
-        lingers: For how long it stays open after its sends, s.
-    """
-
-    kind: str
-    lingers: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +65,11 @@ class Plan(WorkersPlan):
         """The roles: with an outbox also two relays and a sender whose broker refuses it."""
         return [SENDER] if self.is_plain else [SENDER, CUT_OFF, RELAY, RELAY]
 
-    def transaction(self, number: int) -> Transaction:
-        """Return what a transaction does."""
+    def transaction(self, number: int) -> tuple[str, float]:
+        """Return the kind of a transaction, and for how long it stays open after its sends, s."""
         chance = random.Random(f"{self.seed}:{number}")
         (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
-        return Transaction(kind, draw_duration(chance, LINGERING))
+        return kind, draw_duration(chance, LINGERING)
 
 
 class Witness(AnyWitness):

@@ -10,7 +10,7 @@ from django_celery_safe.sending import relay as relaying
 from tests.app.celery import app
 from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
-from tests.faults.outbox.plan import RELAY, Plan, Witness
+from tests.faults.outbox.plan import Plan, Witness
 from tests.faults.outbox.points import lay
 
 #: For how long rows are claimed; a killed relay keeps them from others for this long.
@@ -20,14 +20,14 @@ LEASE = timedelta(seconds=2)
 LONGEST_WAIT = 0.7
 
 
-def relay(plan: Plan, witness: Witness, point: str | None, hit: int) -> None:
+def relay(plan: Plan, witness: Witness, role: str, place: int, point: str | None, hit: int) -> None:
     """Relay until told to end, or killed."""
     logging.basicConfig(filename=witness.log)
     app.finalize()
     hurry()
     break_relay(plan.broken, witness.folder)
     if point is not None:
-        lay(RELAY, point, hit, partial(witness.record_kill, RELAY, point, os.getpid()))
+        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
     scenario.relay()
 
 

@@ -48,13 +48,12 @@ def record(plan: Plan, lab: Lab) -> History:
 
     def is_over(still: Stillness) -> bool:
         """Return whether all runs have ended, or nothing has moved for long and nothing can."""
-        if still.seconds() < plan.quiet:
-            return not runs.active().exists()
-        messages = OutboxMessage.objects.using(alias)
-        if messages.filter(due_at__isnull=False).exists() or broker.waiting():
+        if still.seconds() >= plan.quiet:
+            messages = OutboxMessage.objects.using(alias).filter(due_at__isnull=False)
+            if not messages.exists() and not broker.waiting():
+                return True
             still.since = time.monotonic()
-            return not runs.active().exists()
-        return True
+        return not runs.active().exists()
 
     still = Stillness(witness.journal, plan.at_most)
     while starting.running or not trouble.is_spent or not is_over(still):
@@ -62,8 +61,8 @@ def record(plan: Plan, lab: Lab) -> History:
         still.seconds()
         time.sleep(LOOK)
     starting.result(0)
-    ended = time.monotonic()
+    seconds = time.monotonic() - began
     relaying.process.terminate()
     relaying.result(30)
     lab.close()
-    return History.read(plan, witness, ledger, alias, {"in all": ended - began})
+    return History.read(plan, witness, ledger, alias, seconds)
