@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import pytest
 from celery import Celery
@@ -134,9 +134,14 @@ def requiring(kind: type[Server]) -> Iterator[None]:
     try:
         yield
     except ProgramNotFound as error:
-        if os.environ.get("CI", "").lower() in {"1", "true"}:
-            pytest.fail(f"{NOT_RUN}{kind.name} ({error}), and CI must run everything.")
-        pytest.skip(f"{NOT_RUN}{kind.name} ({error})")
+        leave_out(kind.name, error)
+
+
+def leave_out(name: str, reason: object) -> NoReturn:
+    """Skip the test for want of something that this machine does not have; under CI fail it."""
+    if os.environ.get("CI", "").lower() in {"1", "true"}:
+        pytest.fail(f"{NOT_RUN}{name} ({reason}), and CI must run everything.")
+    pytest.skip(f"{NOT_RUN}{name} ({reason})")
 
 
 def private(kind: type[Server]) -> Any:

@@ -7,7 +7,6 @@ Commits are commits there, as they are in a project.
 from collections.abc import Iterator
 
 import pytest
-from pytest_django import Settings
 
 from django_celery_safe.locks.stores import local
 from tests.admin.pages import Visitor, make_visitor
@@ -29,12 +28,6 @@ def _as_new() -> None:
     """Begin without locks in memory, and send by the test project's app: no test's before."""
     local.clear()
     app.set_current()
-
-
-@pytest.fixture(autouse=True)
-def _fast_passwords(settings: Settings) -> None:
-    """Spend no time on passwords, which nobody uses here."""
-    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from django_celery_safe.sending.relay import BATCH as RELAYED
 from tests.benchmarks import outbox
 from tests.benchmarks.report import Figure, take_turns
 from tests.benchmarks.tasks import Batch, Measured, are_left, least_of, ratio, send_and_run, speeds
-from tests.benchmarks.tools import count_queries, databases, use_app, worker_settings
+from tests.benchmarks.tools import count_queries, databases, in_process, use_app, worker_settings
 from tests.concurrency.mailbox import Mailbox
-from tests.processes import CeleryWorker, start_in_process
+from tests.processes import CeleryWorker
 from tests.servers import RedisServer, ServerPool
 
 ROUNDS = 20
@@ -35,8 +35,6 @@ ROUNDS = 20
 #: Tasks that run at once.
 CONCURRENCY = 2
 
-#: Seconds until all is measured, at the most.
-LONGEST = 600
 
 PLAIN, CARRIED, PEER = "plain", "carried", "procrastinate"
 
@@ -77,11 +75,8 @@ class Sender(NamedTuple):
 def run(servers: ServerPool) -> list[Figure]:
     """Measure on PostgreSQL and Redis, in a process whose Celery app is new."""
     with databases(servers, None, None, None, None) as (alias, few, many, of_peer):
-        with start_in_process(measure, alias, of_peer) as measuring:
-            batches = measuring.result(LONGEST)
-        with start_in_process(count_all, alias) as counting:
-            of_a_send, of_a_run, row = counting.result(LONGEST)
-        figures = figures_of([batches])
+        figures = figures_of([in_process(measure, alias, of_peer)])
+        of_a_send, of_a_run, row = in_process(count_all, alias)
         figures.append(Figure("queries of a send", of_a_send, note="in the transaction"))
         figures.append(Figure("queries of a run", of_a_run, note="without BEGIN and COMMIT"))
         for what, (due_at, due) in SENT.items():

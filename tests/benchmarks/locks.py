@@ -27,8 +27,7 @@ from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.redis_scripts import ACQUIRE, RELEASE
 from tests.benchmarks.report import Figure, interleaved, least
-from tests.benchmarks.tools import BACKENDS, caches_on, keep_locks_in
-from tests.processes import start_in_process
+from tests.benchmarks.tools import BACKENDS, caches_on, in_process, keep_locks_in
 from tests.servers import RedisServer, ServerPool
 
 #: The lease in every candidate, seconds.
@@ -37,8 +36,8 @@ LEASE = 30
 ROUNDS = 40
 
 #: From process to process the same code differs by some percent: where its memory lies, the order
-#: of its dicts. And seconds until one has measured all, at the most.
-PROCESSES, LONGEST = 5, 300
+#: of its dicts.
+PROCESSES = 5
 
 #: The floors: redis-py, its Connection without the pool, our scripts on that, and on a socket.
 RAW, RAW_KEPT = "raw", "raw, kept Connection"
@@ -59,10 +58,7 @@ Candidate = Callable[[], object]
 
 def run(servers: ServerPool) -> list[Figure]:
     """Measure ours, the floors and the peers in the same rounds, then count round trips."""
-    measured: list[dict[str, float]] = []
-    for _ in range(PROCESSES):
-        with start_in_process(measure) as measuring:
-            measured.append(measuring.result(LONGEST))
+    measured = [in_process(measure) for _ in range(PROCESSES)]
 
     def over(name: str, other: str) -> float:
         return statistics.fmean(times[name] / times[other] for times in measured)

@@ -21,8 +21,7 @@ from django_celery_safe import idempotent
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
 from tests.benchmarks.report import Figure, medians_of, ratio, take_turns
-from tests.benchmarks.tools import analyze, count_queries, databases, deliver
-from tests.processes import start_in_process
+from tests.benchmarks.tools import analyze, count_queries, databases, deliver, in_process
 from tests.servers import ServerPool
 
 #: The database, which the task has to know before there is one.
@@ -31,8 +30,6 @@ ALIAS = "once"
 #: Rounds, and how many calls of each candidate are in one.
 ROUNDS, CALLS = 40, 75
 
-#: Seconds until all is measured, at the most.
-LONGEST = 300
 
 FLAG = "is_welcome_email_sent"
 
@@ -49,9 +46,8 @@ def charge(number: int) -> dict[str, int]:
 
 def run(servers: ServerPool) -> list[Figure]:
     """Measure in a process whose Celery app is new."""
-    with databases(servers, ALIAS), start_in_process(measure) as measuring:
-        figures: list[Figure] = measuring.result(LONGEST)
-        return figures
+    with databases(servers, ALIAS):
+        return in_process(measure)
 
 
 def measure() -> list[Figure]:

@@ -23,8 +23,8 @@ from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import BATCH, LEASE, Relay
 from tests.app.models import Person
 from tests.benchmarks.report import Figure, interleaved, medians_of, ratio, seconds_of, take_turns
-from tests.benchmarks.tools import count_queries, databases, insert_copies
-from tests.processes import meet, run_in_processes, start_in_process
+from tests.benchmarks.tools import LONGEST, count_queries, databases, in_process, insert_copies
+from tests.processes import meet, run_in_processes
 from tests.sending.conftest import rolled_back
 from tests.servers import RedisServer, ServerPool
 
@@ -40,8 +40,6 @@ TRANSACTIONS, SENDS = 40, 50
 #: Rows of the outboxes in which is looked, and how many are due where most are not.
 MANY, FEW, SOME_DUE = 1_000_000, 1000, 2 * BATCH
 
-#: Seconds until a part is measured, at the most.
-LONGEST = 300
 
 PRODUCER, RELAY, TWO_RELAYS = "one producer", "relay", "two relays"
 INSERT, ON_COMMIT, OUTBOX = "INSERT", "on-commit send", "outbox send"
@@ -88,8 +86,7 @@ def run(servers: ServerPool) -> list[Figure]:
             Figure(f"{name}: messages/s", statistics.median(values), better="higher", note="±15 %")
             for name, values in rates.items()
         ]
-        with start_in_process(measure_sends, alias) as measuring:
-            figures += measuring.result(LONGEST)
+        figures += in_process(measure_sends, alias)
         for name, due_at in MIXTURES.items():
             fill(few, row, FEW, due_at)
             fill(many, row, MANY, due_at)
@@ -117,11 +114,8 @@ def rate_in(redis: RedisServer, times: list[tuple[float, float]]) -> float:
     with redis.client() as queues:
         arrived = queues.llen("celery")
     assert arrived == len(times) * (MESSAGES + WARM_UP), f"{arrived} arrived"
-    return (
-        len(times)
-        * MESSAGES
-        / (max(ended for _, ended in times) - min(began for began, _ in times))
-    )
+    seconds = max(ended for _, ended in times) - min(began for began, _ in times)
+    return len(times) * MESSAGES / seconds
 
 
 def send_directly() -> tuple[float, float]:

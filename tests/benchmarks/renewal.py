@@ -82,9 +82,8 @@ def hold(locks: int) -> None:
     held = [cache_lock(f"renewal:{number}", timeout=LEASE) for number in range(locks)]
     assert all(lock.acquire() for lock in held)
     time.sleep(PERIOD * 1.1)
-    client = redis.Redis.from_url(
-        settings.CACHES["default"]["LOCATION"], single_connection_client=True
-    )
+    url = settings.CACHES["default"]["LOCATION"]
+    client = redis.Redis.from_url(url, single_connection_client=True)
     extend = client.register_script(BARE_EXTEND)
     names = [f":1:celery_safe:lock:bare:{number}" for number in range(locks)]
     if names:

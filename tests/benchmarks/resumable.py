@@ -18,9 +18,8 @@ from django.db import connections, transaction
 from django_celery_safe import SafeTask, resumable
 from tests.app.models import Person
 from tests.benchmarks.report import Figure, ratio, take_turns
-from tests.benchmarks.tools import analyze, databases
+from tests.benchmarks.tools import analyze, databases, in_process
 from tests.concurrency.mailbox import Mailbox
-from tests.processes import start_in_process
 from tests.servers import ServerPool
 
 #: Rows of a measurement, of a chunk, and how often each candidate is measured.
@@ -29,8 +28,6 @@ ROWS, EVERY, ROUNDS = 5_000, 500, 10
 #: Rows that are walked with and without many others behind them.
 FEW, MANY = 1_000, 1_000_000
 
-#: Seconds until all is measured, at the most.
-LONGEST = 600
 
 BY_HAND, OURS = "by hand", "resumable"
 
@@ -38,17 +35,14 @@ BY_HAND, OURS = "by hand", "resumable"
 def run(servers: ServerPool) -> list[Figure]:
     """Measure, each in a process of its own."""
     with databases(servers, None, None, None) as (alias, few, many):
-        with start_in_process(measure, alias) as measuring:
-            samples = measuring.result(LONGEST)
-        peaks = []
-        for place, rows in ((few, FEW), (many, MANY)):
-            with start_in_process(measure_memory, place, rows) as walking:
-                peaks.append(walking.result(LONGEST))
+        samples = in_process(measure, alias)
+        peak_of_few = in_process(measure_memory, few, FEW)
+        peak_of_many = in_process(measure_memory, many, MANY)
     row = sorted(samples[BY_HAND])[ROUNDS // 2] / ROWS
     return [
         Figure(f"{BY_HAND}, µs of CPU for a row", row, note=f"{EVERY} in a transaction"),
         Figure(f"{OURS} / {BY_HAND}", ratio(samples, OURS, BY_HAND), note="CPU"),
-        Figure(f"peak of memory, {MANY:,} / {FEW:,} rows", peaks[1] / peaks[0]),
+        Figure(f"peak of memory, {MANY:,} / {FEW:,} rows", peak_of_many / peak_of_few),
     ]
 
 

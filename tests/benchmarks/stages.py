@@ -8,7 +8,7 @@ their connection to the database, as a project with such a load would have them.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,11 @@ from tests.benchmarks.tools import (
     count_queries,
     databases,
     deliver,
+    in_process,
     use_app,
     worker_settings,
 )
-from tests.processes import CeleryWorker, start_in_process, wait_for
+from tests.processes import CeleryWorker, wait_for
 from tests.routing import runs_in
 from tests.servers import RedisServer, ServerPool
 from tests.stages import tasks
@@ -44,8 +45,8 @@ ROUNDS, LARGE_ROUNDS = 7, 3
 #: Processes that run steps.
 CONCURRENCY = 2
 
-#: Seconds until a run has ended, and until all is measured, at the most.
-LONGEST_RUN, LONGEST = 120, 900
+#: Seconds until a run has ended, at the most.
+LONGEST_RUN = 120
 
 CHAIN, CHORD = "chain of chords", f"chord of {WIDE:,}"
 MANY = f"{STAGES} stages x {STEPS} steps"
@@ -57,14 +58,9 @@ def run(servers: ServerPool) -> list[Figure]:
     redis.flush()
     with databases(servers, None) as (alias,):
         settings = worker_settings(alias, redis)
-        with (
-            CeleryWorker("tests.stages.worker_app", concurrency=CONCURRENCY, settings=settings),
-            start_in_process(
-                measure, alias, settings, settings={"DJANGO_CELERY_SAFE": PATIENT}
-            ) as measuring,
-        ):
-            figures: list[Figure] = measuring.result(LONGEST)
-            return figures
+        patient = {"DJANGO_CELERY_SAFE": PATIENT}
+        with CeleryWorker("tests.stages.worker_app", concurrency=CONCURRENCY, settings=settings):
+            return in_process(measure, alias, settings, settings=patient)
 
 
 def measure(alias: str, settings: dict[str, Any]) -> list[Figure]:
@@ -72,23 +68,16 @@ def measure(alias: str, settings: dict[str, Any]) -> list[Figure]:
     use_app(settings, task_routes={tasks.unread.name: {"queue": "unread"}})
     with runs_in(alias):
         many = [(tasks.nothing, priority) for priority in range(STAGES) for _ in range(STEPS)]
-        one = one_stage(WIDE)
-        samples = take_turns(
-            {
-                CHAIN: timed(run_chain),
-                MANY: timed(partial(run_plan, many)),
-                CHORD: timed(run_chord),
-                one: timed(partial(run_plan, [(tasks.nothing, 1)] * WIDE)),
-            },
-            ROUNDS,
-        )
-        growth = take_turns(
-            {
-                one_stage(size): timed(partial(run_plan, [(tasks.nothing, 1)] * size))
-                for size in GROWTH
-            },
-            LARGE_ROUNDS,
-        )
+        one, step = one_stage(WIDE), [(tasks.nothing, 1)]
+        calls: dict[str, Callable[[], None]] = {
+            CHAIN: run_chain,
+            MANY: partial(run_plan, many),
+            CHORD: run_chord,
+            one: partial(run_plan, step * WIDE),
+        }
+        samples = take_turns(timed(calls), ROUNDS)
+        sizes = {one_stage(size): partial(run_plan, step * size) for size in GROWTH}
+        growth = take_turns(timed(sizes), LARGE_ROUNDS)
         queries = {size: count_queries_of_a_step(alias, size) for size in (STEPS, WIDE)}
     figures = [
         Figure(f"{name}, s", statistics.median(values), note="joined" if name == CHAIN else "")
@@ -109,9 +98,9 @@ def measure(alias: str, settings: dict[str, Any]) -> list[Figure]:
     ]
 
 
-def timed(call: Callable[[], object]) -> Callable[[], float]:
-    """Return what measures a call, s."""
-    return lambda: seconds_of(call)
+def timed(calls: Mapping[str, Callable[[], None]]) -> dict[str, Callable[[], float]]:
+    """Return what measures each call, s."""
+    return {name: partial(seconds_of, call) for name, call in calls.items()}
 
 
 def run_chain() -> None:

@@ -25,16 +25,16 @@ from django.test import override_settings
 from django_celery_safe import SafeTask, single_instance
 from tests.benchmarks.locks import COMPARE_AND_DELETE, LEASE
 from tests.benchmarks.report import Figure, least, take_turns
-from tests.benchmarks.tools import caches_on
-from tests.processes import CeleryWorker, start_in_process, wait_for
+from tests.benchmarks.tools import caches_on, in_process
+from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer, ServerPool
 
 #: Rounds of ours and the floors, of the peers, and how many tasks are sent and run in one.
 ROUNDS, OF_PEERS, BATCH = 32, 8, 75
 
 #: From worker to worker the same code differs by some percent: where its memory lies, the order
-#: of its dicts. And seconds until one has run all, at the most: on a quiet machine it takes 60.
-WORKERS, LONGEST = 5, 600
+#: of its dicts.
+WORKERS = 5
 
 #: A worker is at rest if it used less CPU than this in that time, s. An idle one uses, on
 #: average, less than a tenth of it.
@@ -132,11 +132,7 @@ Measured = Sequence[Mapping[str, Sequence[Batch]]]
 
 def run(servers: ServerPool) -> list[Figure]:
     """Measure all candidates in the same rounds, from processes whose Celery app is new."""
-    measured: list[dict[str, list[Batch]]] = []
-    for _ in range(WORKERS):
-        with start_in_process(measure) as measuring:
-            measured.append(measuring.result(LONGEST))
-    return figures_of(measured)
+    return figures_of([in_process(measure) for _ in range(WORKERS)])
 
 
 def measure() -> dict[str, list[Batch]]:

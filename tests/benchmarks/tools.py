@@ -12,8 +12,13 @@ from django.db import connections
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from tests.benchmarks.report import Sample
+from tests.processes import start_in_process
 from tests.servers import RedisServer, ServerPool
 from tests.servers.databases import Databases
+
+#: Seconds until a process has measured all, at the most.
+LONGEST = 900
 
 BACKENDS = {
     "django-redis": "django_redis.cache.RedisCache",
@@ -23,6 +28,13 @@ BACKENDS = {
 #: No relay runs here: a commit of thousands of sends has to publish all of them itself, however
 #: busy the machine is.
 PATIENT = {"OUTBOX_SEND_TIMEOUT": 30}
+
+
+def in_process(function: Callable[..., Sample], *args: Any, **more: Any) -> Sample:
+    """Return the result of a function in a process of its own, whose Celery app is new."""
+    with start_in_process(function, *args, **more) as measuring:
+        sample: Sample = measuring.result(LONGEST)
+        return sample
 
 
 def caches_on(server: RedisServer) -> override_settings:

@@ -32,6 +32,11 @@ class Neighbour:
     settings: Mapping[str, Any] = {}
     database: Mapping[str, Any] = {}
     kind: Any = "postgres"
+    #: The class of the project's Celery app, and options of it.
+    app = "celery.Celery"
+    app_options: Mapping[str, Any] = {}
+    #: The base of all tasks; None: the app's.
+    task_base: str | None = "django_celery_safe.SafeTask"
     #: The worker's pool.
     pool = "prefork"
     #: Commands of Celery that run beside the worker.
@@ -47,18 +52,6 @@ class Neighbour:
 
     def switch_on(self) -> None:
         """Do what a project does in its settings."""
-
-    def make_app(self) -> Any:
-        """Return the project's Celery app, not yet configured."""
-        from celery import Celery
-
-        return Celery("company")
-
-    def task_class(self) -> Any:
-        """Return the base of all tasks."""
-        from django_celery_safe import SafeTask
-
-        return SafeTask
 
     def prepare(self) -> None:
         """Do what has to be done before the first flow."""
@@ -193,102 +186,32 @@ class NewRelic(Tracer):
         return trace
 
 
-_acting: ContextVar[str | None] = ContextVar("acting", default=None)
+#: The user for whom the project acts.
+acting_user: ContextVar[str | None] = ContextVar("acting", default=None)
 
 
 @contextmanager
 def acting(user: str | None) -> Iterator[str | None]:
     """Act for a user, as the middleware of a project does."""
-    token = _acting.set(user)
+    token = acting_user.set(user)
     try:
         yield user
     finally:
-        _acting.reset(token)
+        acting_user.reset(token)
 
 
 class OwnHeaders(Neighbour):
-    """A task class that sends the acting user in Celery's old place for headers, as tracers do."""
+    """A project whose task class sends the acting user."""
 
     landing = True
+    task_base = "tests.company.bases.HeaderTask"
     fresh = ("chain", "django.tasks")
-
-    def task_class(self) -> Any:
-        from django_celery_safe import SafeTask
-
-        class HeaderTask(SafeTask):
-            abstract = True
-
-            def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-                headers = dict(options.pop("headers", None) or {})
-                headers["headers"] = {"user": _acting.get()}
-                return super().apply_async(args, kwargs, headers=headers, **options)
-
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                with acting((self.request.headers or {}).get("user")):
-                    return super().__call__(*args, **kwargs)
-
-        return HeaderTask
 
     def request(self) -> Any:
         return acting("ann")
 
     def brought(self) -> str | None:
-        return _acting.get()
-
-
-class OwnClass(OwnHeaders):
-    """A task class that adds a keyword, takes it out before the run, and may raise."""
-
-    more = ("class raises",)
-
-    def task_class(self) -> Any:
-        from celery.contrib.django.task import DjangoTask
-
-        from django_celery_safe import SafeTaskMixin
-
-        class UserTask(SafeTaskMixin, DjangoTask):
-            abstract = True
-            typing = False
-
-            def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-                return super().apply_async(
-                    args, {**(kwargs or {}), "_user": _acting.get()}, **options
-                )
-
-            def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
-                if args and args[0] == "before_start raises":
-                    raise LookupError("before_start raises")
-
-            def __call__(self, *args: Any, _user: str | None = None, **kwargs: Any) -> Any:
-                if args and args[0] == "call raises":
-                    raise LookupError("call raises")
-                with acting(_user):
-                    result = super().__call__(*args, **kwargs)
-                if args and args[0] == "call raises at its end":
-                    raise LookupError("call raises at its end")
-                return result
-
-        return UserTask
-
-
-class AtomicClass(Neighbour):
-    """A task class that runs each task in a transaction."""
-
-    landing = True
-
-    def task_class(self) -> Any:
-        from django.db import transaction
-
-        from django_celery_safe import SafeTask
-
-        class AtomicTask(SafeTask):
-            abstract = True
-
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                with transaction.atomic():
-                    return super().__call__(*args, **kwargs)
-
-        return AtomicTask
+        return acting_user.get()
 
 
 def inject(function: Function) -> Function:
@@ -310,23 +233,6 @@ def wanting(function: Function) -> Function:
 
     wants.__name__, wants.__module__ = function.__name__, function.__module__
     return wants
-
-
-class ClassOfApp(Neighbour):
-    """An app whose every task is a SafeTask, in a project that sends pickles."""
-
-    landing = True
-    settings = {"CELERY_ACCEPT_CONTENT": ["json", "pickle"]}
-    env = {"C_FORCE_ROOT": "true"}
-    more = ("pickle",)
-
-    def make_app(self) -> Any:
-        from celery import Celery
-
-        return Celery("company", task_cls="django_celery_safe:SafeTask")
-
-    def task_class(self) -> Any:
-        return None
 
 
 BEAT: dict[str, Any] = {
@@ -374,6 +280,8 @@ class DebugToolbar(Neighbour):
 class Tenants(Neighbour):
     """tenant-schemas-celery on django-tenants, with our tables in the shared schema."""
 
+    app = "tenant_schemas_celery.app.CeleryApp"
+    task_base = "tests.company.tenants.task.SafeTenantTask"
     packages = ("tenant-schemas-celery", "django-tenants")
     apps = ("django_tenants", "tests.company.tenants")
     migrate = ("migrate_schemas", "--shared", "--run-syncdb")
@@ -385,21 +293,6 @@ class Tenants(Neighbour):
         "TENANT_DOMAIN_MODEL": "tenants.Domain",
         "DATABASE_ROUTERS": ["django_tenants.routers.TenantSyncRouter"],
     }
-
-    def make_app(self) -> Any:
-        from tenant_schemas_celery.app import CeleryApp
-
-        return CeleryApp("company")
-
-    def task_class(self) -> Any:
-        from tenant_schemas_celery.task import TenantTask
-
-        from django_celery_safe import SafeTaskMixin
-
-        class Task(SafeTaskMixin, TenantTask):
-            abstract = True
-
-        return Task
 
     def prepare(self) -> None:
         from tests.company.tenants.models import Tenant
@@ -428,13 +321,24 @@ NEIGHBOURS: dict[str, Neighbour] = {
     "ddtrace": DataDog(),
     "newrelic": NewRelic(),
     "custom headers": OwnHeaders(),
-    "a task class of your own": OwnClass(),
-    "a task class with atomic()": AtomicClass(),
+    "a task class of your own": OwnHeaders(
+        task_base="tests.company.bases.UserTask", more=("class raises",)
+    ),
+    "a task class with atomic()": Neighbour(
+        landing=True, task_base="tests.company.bases.AtomicTask"
+    ),
     "a decorator that injects, below ours": Neighbour(
         landing=True, below=lambda function: inject(wanting(function))
     ),
     "a decorator that injects, above ours": Neighbour(landing=True, above=inject, below=wanting),
-    "task_cls, with pickle": ClassOfApp(),
+    "task_cls, with pickle": Neighbour(
+        landing=True,
+        app_options={"task_cls": "django_celery_safe:SafeTask"},
+        task_base=None,
+        settings={"CELERY_ACCEPT_CONTENT": ["json", "pickle"]},
+        env={"C_FORCE_ROOT": "true"},
+        more=("pickle",),
+    ),
     # The kill ends the worker whole.
     "gevent": Neighbour(packages=("gevent",), landing=True, pool="gevent"),
     "PgBouncer": Neighbour(landing=True, kind="pgbouncer"),

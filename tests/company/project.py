@@ -2,8 +2,9 @@
 
 from django.apps import AppConfig
 from django.conf import settings
+from django.utils.module_loading import import_string
 
-app = settings.HERE.make_app()
+app = import_string(settings.HERE.app)("company", **settings.HERE.app_options)
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.conf.imports = ["tests.company.tasks"]
 

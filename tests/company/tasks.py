@@ -9,6 +9,7 @@ from typing import Any
 import django
 from celery import current_task, shared_task
 from django.conf import settings
+from django.utils.module_loading import import_string
 
 from django_celery_safe import cache_lock, idempotent, single_instance, stages
 from tests.company.neighbours import Neighbour
@@ -25,7 +26,8 @@ def task(*ours: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         for decorator in (HERE.below, *ours, HERE.above):
             function = decorator(function)
-        return shared_task(base=HERE.task_class(), **options)(function)
+        base = HERE.task_base and import_string(HERE.task_base)
+        return shared_task(base=base, **options)(function)
 
     return decorate
 

@@ -56,7 +56,7 @@ class Page:
     def headings(self, level: int | None = None) -> list[str]:
         """Return the headings of that level, or all, as plain text."""
         return [
-            _plain(self.tokens[index + 1])
+            "".join(child.content for child in self.tokens[index + 1].children or ())
             for index, token in enumerate(self.tokens)
             if token.type == "heading_open" and level in (None, int(token.tag[1]))
         ]
@@ -80,9 +80,10 @@ class Page:
 
     def links(self) -> Iterator[str]:
         """Yield the target of every link and image."""
-        for token in self._inline():
-            if token.type in {"link_open", "image"}:
-                yield str(token.attrs.get("href") or token.attrs.get("src"))
+        for token in self.tokens:
+            for child in token.children or ():
+                if child.type in {"link_open", "image"}:
+                    yield str(child.attrs.get("href") or child.attrs.get("src"))
 
     def blocks(self) -> Iterator[Block]:
         """Yield the fenced blocks."""
@@ -111,10 +112,6 @@ class Page:
             elif token.type == "inline" and rows:
                 rows[-1].append(token.content)
         return rows[1:]
-
-    def _inline(self) -> Iterator[Token]:
-        for token in self.tokens:
-            yield from token.children or ()
 
 
 @cache
@@ -154,7 +151,3 @@ def find_broken_link(source: Page, link: str) -> str | None:
 def names_in(cell: str) -> list[str]:
     """Return what stands between backticks."""
     return re.findall(r"`([^`]+)`", cell)
-
-
-def _plain(inline: Token) -> str:
-    return "".join(child.content for child in inline.children or ())

@@ -143,13 +143,12 @@ def described(name: str, value: Any) -> Iterator[str]:
         yield member(value, each)
     if name in SELECTIONS:
         yield f"Of `{name}.objects`:"
-        yield "\n".join(
-            f"- `{call(each, getattr(value.objects.none(), each))}`: "
-            + next(explained(inspect.getdoc(getattr(value.objects.none(), each)) or "")).replace(
-                "\n", " "
-            )
-            for each in SELECTIONS[name].split()
-        )
+        lines = []
+        for each in SELECTIONS[name].split():
+            method = getattr(value.objects.none(), each)
+            said = next(explained(inspect.getdoc(method) or "")).replace("\n", " ")
+            lines.append(f"- `{call(each, method)}`: {said}")
+        yield "\n".join(lines)
 
 
 def made_api() -> str:

@@ -2,11 +2,9 @@
 
 import doctest
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
 from django.core.mail import send_mail
 from django.db import models, transaction
 from django.dispatch import Signal
@@ -57,12 +55,12 @@ def blocks(page: Page) -> list[Block]:
     return [block for block in page.blocks() if block.language == "python"]
 
 
-def is_runnable(block: Block) -> bool:
-    """Tell whether a page marks a block as one that runs as it stands."""
-    return block.marker == "runnable"
+def runnable(page: Page) -> list[Block]:
+    """Return the blocks that a page marks as ones that run as they stand."""
+    return [block for block in blocks(page) if block.marker == "runnable"]
 
 
-with_runnable = [page for page in pages() if any(map(is_runnable, blocks(page)))]
+with_runnable = [page for page in pages() if runnable(page)]
 
 
 def test_python_compiles() -> None:
@@ -82,7 +80,7 @@ def test_runnable_runs(page: Page, world: dict[str, Any]) -> None:
     """The runnable examples of a page run, one after the other, in a project like the reader's."""
     # A name of its own for the tasks of each page: Celery makes one of each name only.
     world["__name__"] = "docs." + page.name.replace("/", "_").removesuffix(".md")
-    for block in filter(is_runnable, blocks(page)):
+    for block in runnable(page):
         exec(compile_block(page, block), world)
 
 
@@ -90,7 +88,8 @@ def test_markers_are_known() -> None:
     """No marker above a block is misspelt, so none is passed over in silence."""
     known = {"", "runnable", "command: demo", "command: tests", "run", "prints", "diff"}
     walked = ("file: ", "append: ", "background: ")
-    markers = {b.marker for page in pages() for b in page.blocks() if not is_step(b)}
+    # Those of steps, which test_adoption.py makes, begin with a number.
+    markers = {b.marker for page in pages() for b in page.blocks() if not b.marker[:1].isdecimal()}
     assert {marker for marker in markers if not marker.startswith(walked)} <= known
 
 
@@ -107,40 +106,25 @@ def test_docstrings(db: None, locks_in_memory: None) -> None:
     assert shown >= {"cache_lock", "describe", "idempotent", "single_instance", "start", "step"}
 
 
-def is_step(block: Block) -> bool:
-    """Return whether a block is a change of a file, which test_adoption.py makes."""
-    return block.marker[:1].isdecimal()
-
-
 def compile_block(page: Page, block: Block) -> Any:
     """Compile a block so that a traceback shows its place in the page."""
     return compile("\n" * (block.line - 1) + block.code, page.path, "exec", dont_inherit=True)
 
 
 @pytest.fixture
-def eager() -> Iterator[Celery]:
-    """Run tasks in this process, where they are sent."""
-    app.conf.update(task_always_eager=True, task_eager_propagates=True)
-    yield app
-    app.conf.update(task_always_eager=False, task_eager_propagates=False)
-
-
-@pytest.fixture
-def no_receivers_left() -> Iterator[None]:
-    """Disconnect what the examples of a page connect to our signals."""
-    ours = [value for value in vars(signals).values() if isinstance(value, Signal)]
-    receivers = [(signal, list(signal.receivers)) for signal in ours]
-    yield
-    for signal, before in receivers:
-        signal.receivers = before
-        signal.sender_receivers_cache.clear()
-
-
-@pytest.fixture
 def world(
-    transactional_db: None, locks_in_memory: None, eager: Celery, no_receivers_left: None
+    transactional_db: None, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """The names that the examples presuppose: a model with flags, a row of it, a task."""
+    """
+    The names that the examples presuppose: a model with flags, a row of it, a task.
+
+    Tasks run where they are sent, and what a page connects to our signals ends with it.
+    """
+    for option in ("task_always_eager", "task_eager_propagates"):
+        monkeypatch.setitem(app.conf, option, True)
+    for signal in vars(signals).values():
+        if isinstance(signal, Signal):
+            monkeypatch.setattr(signal, "receivers", [*signal.receivers])
     return {
         "User": User,
         "user": User.objects.create(),

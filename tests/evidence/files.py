@@ -55,7 +55,8 @@ def save(kind: str, arguments: Sequence[str], results: Sequence[Mapping[str, Any
     """Write a new file of what was run just now; return its path."""
     command = " ".join(("python -m", f"tests.{kind}", *arguments))
     date = f"{datetime.now(UTC):%Y-%m-%d}"
-    evidence = Evidence(kind, command, date, find_versions(), describe_machine(), results)
+    machine = f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}"
+    evidence = Evidence(kind, command, date, find_versions(), machine, results)
     FOLDER.mkdir(exist_ok=True)
     names = (f"{date}-{kind}-{number}.json" for number in range(1, 1000))
     path = next(path for path in (FOLDER / name for name in names) if not path.exists())
@@ -79,11 +80,6 @@ def find_versions() -> dict[str, str]:
         **{name: version(name) for name in PACKAGES},
         **{name: number for name, number in servers.items() if number},
     }
-
-
-def describe_machine() -> str:
-    """Return the number of processors and the system."""
-    return f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}"
 
 
 def _command(program: str, teller: str, option: str) -> list[str]:

@@ -25,7 +25,12 @@ def evidence_part(faults: Sequence[Evidence]) -> str:
                 broken[result["scenario"], result["--broken"]].append(result)
     lines = ["## The runs", "", *table_of_files(faults), "", "## Promises", ""]
     results = [result for some in intact.values() for result in some]
-    scarce = list(find_scarce(intact))
+    scarce = [
+        f"- `{command}`, seed {result['--seed']}: {text}"
+        for command, some in intact.items()
+        for result in some
+        for text in result.get("scarce", ())
+    ]
     violations = sum(result.get("violations", 1) for result in results) - len(scarce)
     verdict = f"**{violations} broken promises**"
     lines += [f"{len(results)} runs without a deliberate fault: {verdict}.", ""]
@@ -42,14 +47,6 @@ def evidence_part(faults: Sequence[Evidence]) -> str:
         rest = f"; {undone} could not be done" if undone else ""
         lines.append(f"| {scenario} | `{fault}` | {found} of {len(results) - undone} runs{rest} |")
     return "\n".join(lines) + "\n"
-
-
-def find_scarce(intact: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """Yield a line for each check that had too few events to look at, with its run."""
-    for command, results in intact.items():
-        for result in results:
-            for text in result.get("scarce", ()):
-                yield f"- `{command}`, seed {result['--seed']}: {text}"
 
 
 def performance_part(benchmarks: Sequence[Evidence]) -> str:

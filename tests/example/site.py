@@ -4,11 +4,9 @@ import os
 import re
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -40,25 +38,21 @@ class Site:
     """A running site."""
 
     url: str
-    web: KeptProcess
     worker: KeptProcess
     folder: Path
     env: Mapping[str, str]
 
-    def wait_until_it_answers(self) -> None:
-        """Wait until pages are served."""
-        wait_for(self._answers, PATIENCE, "the site did not answer")
-
     def execute(self, code: str) -> str:
         """Execute Python code in a process with the site's Django; return what it printed."""
-        return execute(self.env, code)
+        settings = {"DJANGO_SETTINGS_MODULE": "example_project.settings"}
+        program = f"import django\ndjango.setup()\n{dedent(code)}"
+        return _run({**self.env, **settings}, sys.executable, "-c", program)
 
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url) as response:
-                return bool(response.status == 200)
-        except urllib.error.URLError:
-            return False
+    def answers(self) -> bool:
+        """Return whether pages are served."""
+        with suppress(requests.ConnectionError):
+            return requests.get(self.url).ok
+        return False
 
 
 @contextmanager
@@ -70,45 +64,28 @@ def running_site(folder: Path, **variables: str) -> Iterator[Site]:
         variables: Of the site's environment, such as ``REDIS_URL``; without any it
             needs no server.
     """
-    env = environment(folder, **variables)
-    migrate(env)
-    port, reservation = reserve_port()
-    serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
-    web = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
-    worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
-    site = Site(f"http://127.0.0.1:{port}", web, worker, folder, env)
-    with reservation, web, worker:
-        wait_for(lambda: "ready." in worker.log, PATIENCE, "the worker was not ready")
-        site.wait_until_it_answers()
-        yield site
-
-
-def environment(folder: Path, **variables: str) -> dict[str, str]:
-    """Return the environment of a site that lives in an empty folder."""
     # kombu's folder broker takes messages through the folder for temporary files.
     (folder / "tmp").mkdir()
     ours = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     places = {"EXAMPLE_DATA_DIR": str(folder), "TMPDIR": str(folder / "tmp")}
-    return {**ours, **places, **variables}
-
-
-def migrate(env: Mapping[str, str]) -> None:
-    """Make the tables of a site."""
+    env = {**ours, **places, **variables}
     with ThreadPoolExecutor() as pool:
         databases = [("--database=default",), ("django_celery_safe", "--database=locks")]
         list(pool.map(lambda which: manage(env, "migrate", *which), databases))
+    port, reservation = reserve_port()
+    serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
+    web = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
+    worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
+    site = Site(f"http://127.0.0.1:{port}", worker, folder, env)
+    with reservation, web, worker:
+        wait_for(lambda: "ready." in worker.log, PATIENCE, "the worker was not ready")
+        wait_for(site.answers, PATIENCE, "the site did not answer")
+        yield site
 
 
 def manage(env: Mapping[str, str], *arguments: str) -> str:
     """Run a command of a site's; return what it printed."""
     return _run(env, *MANAGE, *arguments)
-
-
-def execute(env: Mapping[str, str], code: str) -> str:
-    """Execute Python code in a process with a site's Django; return what it printed."""
-    settings = {"DJANGO_SETTINGS_MODULE": "example_project.settings"}
-    program = f"import django\ndjango.setup()\n{dedent(code)}"
-    return _run({**env, **settings}, sys.executable, "-c", program)
 
 
 def _run(env: Mapping[str, str], *command: str) -> str:
@@ -119,16 +96,16 @@ def _run(env: Mapping[str, str], *command: str) -> str:
     return done.stdout
 
 
+@dataclass
 class Visitor:
     """Somebody with a browser that keeps cookies."""
 
-    def __init__(self, site: Site, session: requests.Session) -> None:
-        self._site = site
-        self._session = session
+    site: Site
+    session: requests.Session
 
     def get(self, path: str) -> requests.Response:
         """Look at a page."""
-        return self._session.get(self._site.url + path)
+        return self.session.get(self.site.url + path)
 
     def press(self, path: str, **fields: str) -> requests.Response:
         """Press a button, with the token of a page that has a form."""
@@ -138,7 +115,7 @@ class Visitor:
 
     def send(self, path: str, fields: Mapping[str, str]) -> requests.Response:
         """Send a form as it is given."""
-        return self._session.post(self._site.url + path, data=fields)
+        return self.session.post(self.site.url + path, data=fields)
 
     def wait_for_the_end(self, album: str) -> list[tuple[str, int]]:
         """Wait until an album's run has ended; return each status and percentage until then."""

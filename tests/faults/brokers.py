@@ -1,16 +1,13 @@
 """The brokers: how a process reaches one, what it has, and how it is restarted."""
 
 import json
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, TypeAlias
 
 import amqp
 import psutil
 
-from tests.servers import RedisServer
-
-BrokerName = Literal["redis", "rabbitmq"]
+from tests.servers import RabbitMQServer, RedisServer
 
 #: Name of the queue: Celery's own.
 QUEUE: Final = "celery"
@@ -32,35 +29,12 @@ class LastingRedis(RedisServer):
         return [*command, "--appendfsync", "always"]
 
 
-class Broker(ABC):
-    """
-    The server that carries the messages.
-
-    Args:
-        server: Empty.
-    """
-
-    def __init__(self, server: Any) -> None:
-        self.server = server
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return the Django settings of its clients."""
-
-    @abstractmethod
-    def waiting(self) -> int:
-        """Return how many messages it has; those that a worker holds may count or not."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Let it lose what waits in it."""
-
-
-class RedisBroker(Broker):
+class RedisBroker:
     """
     Redis, looked at from outside of kombu; only a lasting one keeps messages over a restart.
 
     Args:
+        server: Empty.
         visibility_timeout: After so many seconds it redelivers; None: kombu's default.
         silence: Longest wait of clients for an answer, s; None: without an end.
     """
@@ -71,7 +45,7 @@ class RedisBroker(Broker):
         visibility_timeout: float | None = None,
         silence: float | None = None,
     ) -> None:
-        super().__init__(server)
+        self.server = server
         self._options: dict[str, float] = {}
         if visibility_timeout is not None:
             self._options = {
@@ -83,15 +57,18 @@ class RedisBroker(Broker):
             self._options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), silence)
 
     def settings(self) -> dict[str, Any]:
+        """Return the Django settings of its clients."""
         return {
             "CELERY_BROKER_URL": self.server.database_url(DATABASE),
             "CELERY_BROKER_TRANSPORT_OPTIONS": self._options,
         }
 
     def flush(self) -> None:
+        """Let it lose what waits in it."""
         self.server.flush()
 
     def waiting(self) -> int:
+        """Return how many messages it has, given out or not."""
         return len(self.messages())
 
     def idle_workers(self) -> int:
@@ -134,23 +111,33 @@ def _idle(clients: list[dict[str, str]]) -> list[int]:
     return [int(one["id"]) for one in waiting]
 
 
-class RabbitMQBroker(Broker):
-    """RabbitMQ."""
+class RabbitMQBroker:
+    """RabbitMQ, with the same methods."""
+
+    def __init__(self, server: RabbitMQServer) -> None:
+        self.server = server
 
     def settings(self) -> dict[str, Any]:
+        """Return the Django settings of its clients."""
         return {
             "CELERY_BROKER_URL": self.server.url,
             "CELERY_BROKER_TRANSPORT_OPTIONS": {"confirm_publish": True},
         }
 
     def flush(self) -> None:
+        """Let it lose what waits in it."""
         with self._connect() as connection:
             connection.channel().queue_purge(QUEUE)
 
     def waiting(self) -> int:
+        """Return how many messages it has; those that a worker holds do not count."""
         with self._connect() as connection:
             queue: Any = connection.channel().queue_declare(QUEUE, passive=True)
         return int(queue[1])
 
     def _connect(self) -> Any:
         return amqp.Connection(f"{self.server.host}:{self.server.port}")
+
+
+#: The server that carries the messages.
+Broker: TypeAlias = RedisBroker | RabbitMQBroker

@@ -23,6 +23,12 @@ SEND_TIMEOUT = 0.5
 #: How long a worker waits until it takes a child for dead, s.
 LOST_WAIT = 1.0
 
+#: The backend of the cache with the locks.
+DJANGO_REDIS = "django_redis.cache.RedisCache"
+
+#: The variable of the environment with the fault that a worker is to have.
+BROKEN = "SAFE_TESTS_BROKEN"
+
 
 class Lab(ExitStack):
     """
@@ -56,7 +62,7 @@ class Lab(ExitStack):
         server = self.server(LastingRedis if lasting else RedisServer)
         return RedisBroker(server, visibility_timeout, SILENCE)
 
-    def configure(self, alias: str, broker: Broker, ours: Mapping[str, Any], **more: Any) -> None:
+    def configure(self, alias: str, broker: Broker, ours: Mapping[str, Any]) -> None:
         """
         Set the Django settings of all processes.
 
@@ -71,7 +77,6 @@ class Lab(ExitStack):
             "DJANGO_CELERY_SAFE": dict(ours),
             "TEST_WITNESS": str(self.folder),
             **broker.settings(),
-            **more,
         }
 
     def use_database(self, alias: str, **more: Any) -> None:
@@ -81,27 +86,18 @@ class Lab(ExitStack):
         entry = {name: known[name] for name in names}
         self.settings["DATABASES"] = {DEFAULT_DB_ALIAS: {**entry, **more}}
 
-    def use_store(self, server: RedisServer) -> None:
+    def use_store(self, server: RedisServer, backend: str = DJANGO_REDIS) -> None:
         """Let this be the place of all processes' locks, and of results."""
-        cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": server.url}
-        self.settings["CACHES"] = {"default": cache}
+        self.settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": server.url}}
         self.settings["CELERY_RESULT_BACKEND"] = server.database_url(2)
 
     def start(self, function: Callable[..., Any], *args: Any) -> FunctionProcess:
         """Run a function in a process of its own."""
         return self.enter_context(start_in_process(function, *args, settings=self.settings))
 
-    def start_workers(
-        self,
-        number: int,
-        include: str,
-        *,
-        concurrency: int = 2,
-        prefetch: int = 4,
-        env: Mapping[str, str] | None = None,
-    ) -> list[CeleryWorker]:
+    def start_workers(self, plan: Any, include: str, prefetch: int = 4) -> list[CeleryWorker]:
         """
-        Start workers at once and return them when all are ready.
+        Start a plan's workers at once and return them when all are ready.
 
         Args:
             include: The module of their tasks.
@@ -110,15 +106,15 @@ class Lab(ExitStack):
         workers = [
             CeleryWorker(
                 "tests.app",
-                concurrency=concurrency,
+                concurrency=plan.concurrency,
                 arguments=["--include", include, "--prefetch-multiplier", str(prefetch)],
                 settings=self.settings,
-                env=env,
+                env={BROKEN: plan.broken},
             )
-            for _ in range(number)
+            for _ in range(plan.workers)
         ]
         for worker in workers:
             self.push(worker)
-        with ThreadPoolExecutor(number) as starters:
+        with ThreadPoolExecutor(plan.workers) as starters:
             list(starters.map(CeleryWorker.start, workers))
         return workers

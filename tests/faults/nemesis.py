@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import psutil
 
-from tests.faults.scenario import Plan, Witness
+from tests.faults.scenario import AnyPlan, Witness
 from tests.processes import CeleryWorker, wait_for
 
 
@@ -19,7 +19,7 @@ class WorkerNemesis:
             inside a room.
     """
 
-    def __init__(self, plan: Plan, workers: Sequence[CeleryWorker], witness: Witness) -> None:
+    def __init__(self, plan: AnyPlan, workers: Sequence[CeleryWorker], witness: Witness) -> None:
         self.random = random.Random(f"{plan.seed}:nemesis")
         self.workers, self.witness = workers, witness
 
@@ -67,11 +67,12 @@ class WorkerNemesis:
         with suppress(psutil.NoSuchProcess):
             child.resume()
 
-    def kill_child(self, child: psutil.Process) -> None:
-        """Kill a child."""
+    def kill_child(self, child: psutil.Process) -> bool:
+        """Kill a child; return that this was done."""
         with suppress(psutil.NoSuchProcess):
             child.kill()
             self.record_kill(child.pid, "child")
+        return True
 
     def kill_worker(self) -> bool:
         """Kill a worker with its children and start it again; return whether that was done."""

@@ -13,22 +13,14 @@ PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 TOO_LITTLE = "too little"
 
 
-class Shown(NamedTuple):
-    """A text with more lines about it."""
-
-    text: str
-    details: tuple[str, ...]
-
-
 class Violation(NamedTuple):
     """A broken promise: the check that found it, and its text."""
 
     check: str
     text: str
-    details: tuple[str, ...] = ()
 
 
-Findings: TypeAlias = Iterator[str | Shown]
+Findings: TypeAlias = Iterator[str]
 
 
 @dataclass(frozen=True)
@@ -46,24 +38,16 @@ class Oracle(Generic[HistoryType]):
     """
 
     count: Callable[[HistoryType], Mapping[str, float]]
-    checks: Sequence[Callable[[HistoryType], Iterable[str | Shown]]]
+    checks: Sequence[Callable[[HistoryType], Iterable[str]]]
     measure: Callable[[HistoryType], Mapping[str, Sequence[float]]] = lambda history: {}
 
     def check(self, history: HistoryType) -> list[Violation]:
         """Run every check and return all violations."""
         return [
-            Violation(check.__name__.replace("_", " "), *_split(finding))
+            Violation(check.__name__.replace("_", " "), finding)
             for check in self.checks
             for finding in check(history)
         ]
-
-    def found(self, history: HistoryType) -> set[str]:
-        """Return the names of the checks that found a violation."""
-        return {violation.check for violation in self.check(history)}
-
-
-def _split(finding: str | Shown) -> Shown:
-    return Shown(finding, ()) if isinstance(finding, str) else finding
 
 
 def scarce(counts: Mapping[str, float], wanted: Mapping[str, float]) -> Iterator[str]:

@@ -1,22 +1,25 @@
 """Scenarios: each is a plan, a function that records a run of it, and an oracle."""
 
+import io
 import logging
 import os
 import random
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
+from django.core.management import call_command
 
 from tests.app.celery import app
-from tests.faults.lab import Lab
+from tests.faults.lab import BROKEN, Lab
 from tests.faults.oracle import Oracle
 from tests.processes import Journal
+from tests.servers.databases import SERVERS
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -30,7 +33,7 @@ def option_name(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class AnyPlan:
     """
     The settings of a run, as plain data that goes to every process.
 
@@ -50,6 +53,22 @@ class Plan:
     def objection(self) -> str | None:
         """Return why a run of this plan would prove nothing; None: it can be run."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersPlan(AnyPlan):
+    """
+    A plan with a broker, a database and workers.
+
+    Args:
+        workers: How many there are.
+        concurrency: Children of each.
+    """
+
+    broker: str = option("redis", "what carries the messages", ("redis", "rabbitmq"))
+    database: str = option("postgres", "what has the rows", SERVERS)
+    workers: int = 2
+    concurrency: int = 2
 
 
 @dataclass(frozen=True)
@@ -88,35 +107,19 @@ class Room:
         return self.folder / str(pid)
 
 
-@dataclass(frozen=True)
 class Witness:
     """Files in which processes record what really happened, found by their folder."""
 
-    folder: Path
-
-    def open(self, name: str) -> Journal:
-        """Return the journal of this name."""
-        return Journal(self.folder / f"{name}.jsonl")
-
-    @property
-    def journal(self) -> Journal:
-        """The journal of a run that needs only one."""
-        return self.open("journal")
-
-    @property
-    def trouble(self) -> Journal:
-        """The harms that were done: what was killed, paused, restarted or delivered twice."""
-        return self.open("trouble")
-
-    @property
-    def room(self) -> Room:
-        """The processes that are inside a task just now."""
-        return Room(self.folder / "inside")
-
-    @property
-    def log(self) -> Path:
-        """The log of the processes."""
-        return self.folder / "processes.log"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        #: What tasks and senders did.
+        self.journal = Journal(folder / "journal.jsonl")
+        #: The harms that were done: what was killed, paused, restarted or delivered twice.
+        self.trouble = Journal(folder / "trouble.jsonl")
+        #: The processes that are inside a task just now.
+        self.room = Room(folder / "inside")
+        #: The log of the processes.
+        self.log = folder / "processes.log"
 
 
 def find_witness() -> Witness:
@@ -128,6 +131,16 @@ def enter() -> None:
     """Be a process of the workers' app, which writes its log for the witness."""
     logging.basicConfig(filename=find_witness().log)
     app.finalize()
+
+
+def relay() -> None:
+    """Relay until told to end, or killed."""
+    call_command("celery_outbox", "relay", "--database", "default", stdout=io.StringIO())
+
+
+def find_fault() -> str:
+    """Return the name of the fault that this worker is to have; empty: it has none."""
+    return os.environ.get(BROKEN, "")
 
 
 class Stillness:
@@ -158,10 +171,9 @@ class Stillness:
         return now - self.since
 
 
-def draw_duration(chance: random.Random, durations: Sequence[tuple[float, int]]) -> float:
+def draw_duration(chance: random.Random, durations: Mapping[float, int]) -> float:
     """Return how long a task takes, s: of durations with their weights, at least half of it."""
-    times, weights = zip(*durations, strict=True)
-    (longest,) = chance.choices(times, weights)
+    (longest,) = chance.choices(list(durations), list(durations.values()))
     return chance.uniform(longest / 2, longest)
 
 
@@ -181,7 +193,7 @@ class Scenario:
 
     name: str
     summary: str
-    plan: type[Plan]
+    plan: type[AnyPlan]
     record: Callable[[Any, Lab], Any]
     oracle: Oracle[Any]
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from django_celery_safe.leases.holder import place_name
 from tests.faults.carried import history as carried
 from tests.faults.carried.plan import Plan as CarriedPlan
 from tests.faults.locks import history as locks
+from tests.faults.locks.plan import Plan as LocksPlan
 from tests.faults.locks.records import NO, YES, Record
 from tests.faults.outbox import oracle as outbox
 from tests.faults.outbox.plan import Plan as OutboxPlan
@@ -45,7 +46,7 @@ def act(action: str, token: str, sent: float, outcome: str = YES, **more: Any) -
 
 def locks_of(*records: Record) -> Any:
     """Return a history of locks."""
-    return locks.History(list(records), 2, grace=0.05)
+    return locks.History(list(records), LocksPlan(processes=2), grace=0.05)
 
 
 FIRST, SECOND = acquire("x", 0, 100), acquire("y", 60, 100)
@@ -162,7 +163,7 @@ BAD: dict[str, dict[str, Any]] = {
         "older writes": locks_of(*OLDER),
         "refusals without a holder": locks_of(acquire("x", 0, 20), REFUSED),
         "incomplete answers": locks_of(FIRST._replace(token=None)),
-        "too little": locks.History([], 2, nemesis="restart"),
+        "too little": locks.History([], LocksPlan(processes=2, nemesis="restart")),
     },
     "tasks": {
         "two at once": task(overlaps=[{"number": 2, "section": "key", "at_ns": 15}]),
@@ -244,7 +245,7 @@ def test_each_check_finds_its_violation(name: str) -> None:
     checks = {check.__name__.replace("_", " ") for check in ORACLES[name].checks}
     assert checks == set(BAD[name])
     for check, history in BAD[name].items():
-        found = ORACLES[name].found(history)
+        found = {each.check for each in ORACLES[name].check(history)}
         assert check in found, check
         assert found - {check, "too little"} == WITH_OTHERS.get((name, check), set()), check
     variants = {one.name: one.variants for one in SCENARIOS}[name]

@@ -24,13 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from . import TESTS, Mutation, read
 from .faults import FAULTS
-
-if TYPE_CHECKING:
-    from coverage import CoverageData
 
 MUTATIONS: Final = read(FAULTS)
 ROOT: Final = Path(__file__).parent.parent.parent
@@ -63,7 +60,7 @@ def main() -> int:
             ast.parse(changed if one.path.suffix == ".py" else "")
         print(f"{len(chosen)} mutations can be applied")
         return 0
-    known = _read_outcomes()
+    known = dict(line.split("\t") for line in OUTCOMES.read_text().splitlines())
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         lab = Lab(Path(folder), options)
         found = dict(pool.map(lambda chosen: lab.judge(*chosen, known), chosen))
@@ -90,11 +87,6 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _read_outcomes() -> dict[str, str]:
-    lines = OUTCOMES.read_text().splitlines() if OUTCOMES.exists() else []
-    return dict(line.split("\t") for line in lines)
-
-
 class Lab:
     """Copies of the project, one for each mutation that is tried at the same time."""
 
@@ -103,9 +95,14 @@ class Lab:
         self.copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(options.jobs):
             self.copies.put(_copy_project(folder / str(number)))
-        self.passes = cache(self._passes)
         self.whole = _copy_project(folder / "whole")
-        self.covered = _read_coverage(options.coverage) if options.coverage else None
+        self.passes = cache(lambda test: not self._run(self.whole, [test]))
+        self.covered: Any = None
+        if options.coverage:
+            from coverage import CoverageData
+
+            self.covered = CoverageData(options.coverage)
+            self.covered.read()
 
     def judge(self, room: str, one: Mutation, known: dict[str, str]) -> tuple[str, str]:
         """Return the name of a mutation, and the test that catches it or ``SURVIVED``."""
@@ -159,9 +156,6 @@ class Lab:
                     left_out += ["--deselect", test]
         return SURVIVED
 
-    def _passes(self, test: str) -> bool:
-        return not self._run(self.whole, [test])
-
     def _run(self, copy: Path, arguments: list[str]) -> list[str]:
         """Run tests; return those that failed, or the first that was asked for if none began."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
@@ -175,14 +169,6 @@ class Lab:
         found = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?::.*?)(?: - .*)?$", done.stdout, re.M)
         # 5: nothing was selected.
         return found or ([arguments[-1]] if done.returncode not in {0, 5} else [])
-
-
-def _read_coverage(path: str) -> "CoverageData":
-    from coverage import CoverageData
-
-    data = CoverageData(path)
-    data.read()
-    return data
 
 
 def _copy_project(folder: Path) -> Path:

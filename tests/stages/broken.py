@@ -6,7 +6,6 @@ ever; only who begins the next stage is decided by what looks right and is not.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,8 +21,6 @@ from django_celery_safe.stages.step_table import Found, StepTable
 
 logger = logging.getLogger(__name__)
 
-#: Has the name of an engine that a worker is to have, see ``use_chosen``.
-VARIABLE: Final = "SAFE_TESTS_BROKEN_ENGINE"
 
 #: Tells whether a step that was marked just now was the last of its run's stage.
 IsLast = Callable[[StepTable, int, int], bool]
@@ -39,15 +36,15 @@ def mark_then_count() -> AbstractContextManager[None]:
     return _ending_stages(_is_last_by_count)
 
 
-#: The engines by the value of the variable.
+#: The engines by their names.
 ENGINES: Final = {"counter": counting, "count": mark_then_count}
 
 _chosen = ExitStack()
 
 
-def use_chosen() -> None:
-    """Let this process have the engine that the environment names, if any, until it ends."""
-    if name := os.environ.get(VARIABLE):
+def use(name: str) -> None:
+    """Let this process have an engine until it ends; without a name the right one."""
+    if name:
         _chosen.enter_context(ENGINES[name]())
 
 

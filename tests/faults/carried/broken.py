@@ -4,7 +4,6 @@ Workers and relays with one deliberate fault each.
 Each is put in the place of the right one in its own process alone.
 """
 
-import os
 import uuid
 from typing import Any, Final
 
@@ -16,15 +15,12 @@ from django_celery_safe.sending import carried_run
 from django_celery_safe.sending import relay as relaying
 from django_celery_safe.sending.carried_run import MessageClaim
 
-#: Has the fault that a worker is to have, see ``use_chosen``.
-VARIABLE: Final = "SAFE_TESTS_BROKEN_CARRYING"
 
-
-def use_chosen() -> None:
-    """Let this process have the fault that the environment names, if that is one of workers."""
-    if os.environ.get(VARIABLE) == "no-token":
+def break_worker(fault: str) -> None:
+    """Let this process work with a fault, if that is one of workers."""
+    if fault == "no-token":
         carried_run.Run.end = end_without_token  # type: ignore[method-assign]
-    if os.environ.get(VARIABLE) == "done-first":
+    if fault == "done-first":
         MessageClaim.begin = begin_done  # type: ignore[method-assign]
 
 

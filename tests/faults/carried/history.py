@@ -102,7 +102,6 @@ class History:
         struck: Spans in which tasks may wait for another reason than their own kill: from the
             beginning of a harm that may lose messages until its effects are over.
         inside: How many processes were killed inside a task.
-        unsent: How many committed transactions had an error for their sends.
         waiting: How many messages the broker has in the end.
     """
 
@@ -119,14 +118,13 @@ class History:
     harms: Counter[str] = field(default_factory=Counter)
     struck: list[tuple[int, int]] = field(default_factory=list)
     inside: int = 0
-    unsent: int = 0
     waiting: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def read(cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str) -> Self:
+    def read(cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str, **more: Any) -> Self:
         """Put the history together from the journals, the ledger and the rows."""
-        history = cls(plan)
+        history = cls(plan, **more)
         for row in OutboxMessage.objects.using(alias):
             history.left[row.task_id] = Row(row.state, row.error_type)
         for note in ledger.read():
@@ -170,8 +168,6 @@ class History:
             case "worker ended":
                 self.ended[entry["worker"]] = at
                 self.struck.append((at, after))
-            case "send failed":
-                self.unsent += 1
             case "paused":
                 self.stood_still[entry["child"]].append(at)
             case harm:
@@ -190,9 +186,8 @@ class History:
 
     def is_interrupted(self, run: Run) -> bool:
         """Return whether a run's process stood still, or its worker ended, in it or right after."""
-        moments = [*self.stood_still.get(run.pid, ())]
-        if run.worker in self.ended:
-            moments.append(self.ended[run.worker])
+        ended = [self.ended[run.worker]] if run.worker in self.ended else []
+        moments = (*self.stood_still.get(run.pid, ()), *ended)
         return any(self._was_in(run, at) for at in moments)
 
     def _was_in(self, run: Run, moment: int) -> bool:
@@ -213,11 +208,6 @@ class History:
         """The planned ending of each committed task."""
         planned = (task for each in self.plan.transactions() for task in each.tasks)
         return {task.id: task.ending for task in planned if task.id in self.committed}
-
-    @property
-    def failing(self) -> set[str]:
-        """The committed tasks that are to fail."""
-        return {task_id for task_id, ending in self.endings.items() if ending == "failed"}
 
     @cached_property
     def recoveries(self) -> list[Recovery]:

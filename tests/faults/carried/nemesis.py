@@ -9,6 +9,7 @@ import psutil
 
 from tests.faults.brokers import Broker
 from tests.faults.carried.plan import LEASE, Plan
+from tests.faults.ledger import Ledger
 from tests.faults.nemesis import WorkerNemesis
 from tests.faults.scenario import Witness
 from tests.processes import CeleryWorker
@@ -44,7 +45,7 @@ class Troublemaker(WorkerNemesis):
     Does each harm of the plan when a certain number of tasks was committed.
 
     Args:
-        count_tasks: Returns how many tasks were committed.
+        ledger: Knows how many tasks were committed.
         kill_relay: Kills the relay and starts it again.
         restart_database: Restarts the database's server.
     """
@@ -55,12 +56,12 @@ class Troublemaker(WorkerNemesis):
         workers: Sequence[CeleryWorker],
         witness: Witness,
         broker: Broker,
-        count_tasks: Callable[[], int],
+        ledger: Ledger,
         kill_relay: Callable[[], None],
         restart_database: Callable[[], None],
     ) -> None:
         super().__init__(plan, workers, witness)
-        self._count_tasks = count_tasks
+        self._ledger = ledger
         self._others: dict[str, Callable[[], None]] = {
             "relays killed": kill_relay,
             "broker restarted": broker.server.restart,
@@ -107,7 +108,7 @@ class Troublemaker(WorkerNemesis):
             if begun > paused.runs or time.monotonic() > paused.ends_at:
                 self._paused.remove(paused)
                 self.resume(paused.child)
-        if self._due and self._count_tasks() >= self._due[0][0]:
+        if self._due and self._ledger.count("committed") >= self._due[0][0]:
             began, (_, what) = time.monotonic_ns(), self._due[0]
             if self._do(what):
                 del self._due[0]
@@ -133,8 +134,7 @@ class Troublemaker(WorkerNemesis):
             child = self.choose_child()
         if child is None or self._is_paused(child.pid):
             return False
-        self.kill_child(child)
-        return True
+        return self.kill_child(child)
 
     def _pause_one(self) -> bool:
         child = self.stop_inside(self._moving(), self._long.__contains__)

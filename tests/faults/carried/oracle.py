@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from tests.faults.carried.history import History, Row, Run
 from tests.faults.carried.plan import FINAL
-from tests.faults.oracle import Findings, Oracle, Violation, percentiles, scarce
+from tests.faults.oracle import Findings, Oracle, percentiles, scarce
 
 
 def lost_tasks(history: History) -> Findings:
@@ -31,9 +31,10 @@ def unended_rows(history: History) -> Findings:
 def wrong_failures(history: History) -> Findings:
     """Exactly the tasks that are to fail have failed, with the planned error."""
     failed = {task_id for task_id, row in history.left.items() if row.state == "failed"}
-    for task_id in sorted(failed | history.failing):
+    failing = {task_id for task_id, ending in history.endings.items() if ending == "failed"}
+    for task_id in sorted(failed | failing):
         row = history.left.get(task_id, Row("gone", ""))
-        if task_id not in history.failing or row != ("failed", "PlannedFailure"):
+        if task_id not in failing or row != ("failed", "PlannedFailure"):
             planned = history.endings.get(task_id)
             yield f"{task_id}, which is to be {planned}, is {row.state} {row.error_type}."
 
@@ -76,7 +77,7 @@ def needless_runs(history: History) -> Findings:
     """An attempt is run again only if its process was killed, or interrupted."""
     for runs in attempts(history).values():
         for run in runs[:-1]:
-            if not is_explained(history, run):
+            if history.kill_of(run) is None and not history.is_interrupted(run):
                 yield f"{run.id} ran in {run.pid}, which lived, and was run again."
 
 
@@ -95,11 +96,6 @@ def final_runs(history: History) -> dict[str, list[Run]]:
         if run.ending in FINAL:
             found[run.id].append(run)
     return found
-
-
-def is_explained(history: History, run: Run) -> bool:
-    """Return whether another process may have to do a run once more."""
-    return history.kill_of(run) is not None or history.is_interrupted(run)
 
 
 def two_at_once(history: History) -> Findings:
@@ -142,9 +138,7 @@ def too_little(history: History) -> Findings:
     plan, figures = history.plan, count(history)
     wanted = {"tasks": plan.tasks, "rolled back": 1, **plan.harms}
     if plan.child_kills:
-        wanted["killed inside a task"] = 1
-    if plan.child_kills and plan.is_carried:
-        wanted |= {"runs again": 1, "deaths counted": 1}
+        wanted |= {"killed inside a task": 1, "runs again": 1, "deaths counted": 1}
         # In a short run one harm follows the other.
         wanted["of these by an idle worker"] = min(plan.child_kills, plan.tasks // 200) // 10
     return scarce(figures, wanted)
@@ -162,7 +156,6 @@ def count(history: History) -> dict[str, float]:
         "failed": endings["failed"],
         "lost": len(list(lost_tasks(history))),
         "done twice": sum(len(ended) > 1 for ended in final_runs(history).values()),
-        "transactions whose sends raised": history.unsent,
         "messages left in the broker": history.waiting,
         **{what: history.harms[what] for what in history.plan.harms},
         "killed inside a task": history.inside,
@@ -179,17 +172,6 @@ def count(history: History) -> dict[str, float]:
     }
 
 
-class CarriedOracle(Oracle[History]):
-    """Counts the lost tasks of every kind, but reports losses of carried tasks only."""
-
-    def check(self, history: History) -> list[Violation]:
-        """Run every check, or those that hold for tasks of any kind."""
-        found = super().check(history)
-        if history.plan.is_carried:
-            return found
-        return [each for each in found if each.check in ("ghosts", "too little")]
-
-
 def measure(history: History) -> dict[str, list[float]]:
     """Return the seconds from each kill inside a task until it began again."""
     return {
@@ -198,22 +180,9 @@ def measure(history: History) -> dict[str, list[float]]:
     }
 
 
-ORACLE = CarriedOracle(
-    count,
-    [
-        lost_tasks,
-        unended_rows,
-        wrong_failures,
-        wrong_retries,
-        ghosts,
-        runs_after_the_end,
-        ends_by_others,
-        needless_runs,
-        two_at_once,
-        leases_cut_short,
-        needless_deaths,
-        late_recoveries,
-        too_little,
-    ],
-    measure,
-)
+CHECKS = [
+    lost_tasks, unended_rows, wrong_failures, wrong_retries, ghosts, runs_after_the_end,
+    ends_by_others, needless_runs, two_at_once, leases_cut_short, needless_deaths,
+    late_recoveries, too_little,
+]  # fmt: skip
+ORACLE = Oracle(count, CHECKS, measure)

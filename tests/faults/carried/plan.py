@@ -3,19 +3,9 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
-from tests.faults.brokers import BrokerName
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import draw_duration, option
-from tests.servers.databases import SERVERS
-
-#: How tasks are sent and declared: by Celery alone, with ``acks_late``, and with
-#: ``reject_on_worker_lost`` as well; in the outbox until a broker has them, or until done.
-SentName = Literal["celery", "acks-late", "reject-lost", "until-a-broker", "until-done"]
-
-#: The setting ``OUTBOX`` for each of these; the other ways use Celery alone.
-OUTBOX: Final = {"until-a-broker": True, "until-done": "until_done"}
+from tests.faults.scenario import WorkersPlan, draw_duration, option
 
 #: Endings of a run after which its task does not run again.
 FINAL: Final = {"done", "failed"}
@@ -68,23 +58,18 @@ class Transaction(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(AnyPlan):
+class Plan(WorkersPlan):
     """
     The plan of one recording.
 
     Args:
         pause: Mean time between two transactions, s.
-        workers: Number of workers.
-        concurrency: Children of each worker.
         quiet: The run ends when all rows have ended and nothing has moved for this time, s.
         patience: The same, s, while there are tasks that have not ended.
         at_most: The run fails if it takes longer, s, plus a little for each task.
         grace: How late the task of a killed process may begin again while a worker is idle, s.
     """
 
-    sent: str = option("until-done", "how tasks are sent; others may lose some", get_args(SentName))
-    broker: str = option("redis", "the broker", get_args(BrokerName))
-    database: str = option("postgres", "what has the rows", SERVERS)
     tasks: int = option(2_000, "how many tasks; a tenth retries, a hundredth fails")
     child_kills: int = option(40, "how often a worker's child is killed")
     worker_kills: int = option(4, "how often a whole worker is")
@@ -94,22 +79,11 @@ class Plan(AnyPlan):
     flushes: int = option(2, "how often the broker loses what waits in it")
     database_restarts: int = option(1, "how often the database's server is")
     pause: float = 0.12
-    workers: int = 2
     concurrency: int = 3
     quiet: float = 5.0
     patience: float = 60.0
     at_most: float = 600.0
     grace: float = 2.0
-
-    def objection(self) -> str | None:
-        if self.broken and not self.is_carried:
-            return "Only carried tasks can be broken."
-        return None
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether tasks are sent with ``until_done``, which promises to lose none."""
-        return self.sent == "until-done"
 
     @property
     def harms(self) -> dict[str, int]:
@@ -147,4 +121,4 @@ class Plan(AnyPlan):
 
     def _task(self, number: int, name: str, chance: random.Random) -> Task:
         ending = "failed" if number % 100 == 7 else "retried" if number % 10 == 3 else "done"
-        return Task(f"{name}-{number}", ending, draw_duration(chance, tuple(DURATIONS.items())))
+        return Task(f"{name}-{number}", ending, draw_duration(chance, DURATIONS))

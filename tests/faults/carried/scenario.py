@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from django.db import Error, connections
 
 from django_celery_safe.models import OutboxMessage
-from tests.faults.carried import broken
 from tests.faults.carried.history import History
 from tests.faults.carried.nemesis import Troublemaker
-from tests.faults.carried.plan import FINAL, LEASE, OUTBOX, RESEND_AFTER, Plan
-from tests.faults.carried.sender import relay, send
+from tests.faults.carried.plan import LEASE, RESEND_AFTER, Plan
+from tests.faults.carried.sender import hurry_and_relay, send
 from tests.faults.lab import SEND_TIMEOUT, Lab
 from tests.faults.ledger import Ledger, Trigger
 from tests.faults.scenario import Stillness, Witness
@@ -48,37 +47,20 @@ def record(plan: Plan, lab: Lab) -> History:
     ledger.open(TRIGGERS)
     ours = {
         "LOCK_TIMEOUT": LEASE,
-        "OUTBOX": OUTBOX.get(plan.sent, False),
+        "OUTBOX": "until_done",
         "OUTBOX_RESEND_AFTER": RESEND_AFTER,
         "OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT,
         # No task is poison here, however often its processes are killed.
         "MAX_DEATHS": None,
     }
-    lab.configure(
-        alias,
-        broker,
-        ours,
-        CELERY_TASK_ACKS_LATE=plan.sent in ("acks-late", "reject-lost"),
-        CELERY_TASK_REJECT_ON_WORKER_LOST=plan.sent == "reject-lost",
-    )
-    relaying = Relaying(plan, lab)
-    workers = lab.start_workers(
-        plan.workers,
-        "tests.faults.carried.work",
-        concurrency=plan.concurrency,
-        env={broken.VARIABLE: plan.broken},
-    )
+    lab.configure(alias, broker, ours)
+    relaying = Relaying(lab, plan.broken)
+    workers = lab.start_workers(plan, "tests.faults.carried.work")
     began, sending = time.monotonic(), lab.start(send, plan)
-    trouble = Troublemaker(
-        plan,
-        workers,
-        witness,
-        broker,
-        lambda: ledger.count("committed"),
-        relaying.kill,
-        lambda: restart_database(plan, lab, alias),
-    )
-    is_any_left = look_for_tasks(plan, witness, ledger, alias)
+    restart = partial(restart_database, plan, lab, alias)
+    trouble = Troublemaker(plan, workers, witness, broker, ledger, relaying.kill, restart)
+    # A task has a row that is due until it has ended.
+    is_any_left = OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists
     still = Stillness(witness.journal, plan.limit)
     while sending.running or not trouble.is_spent or not is_over(plan, still, is_any_left):
         trouble.strike()
@@ -88,26 +70,13 @@ def record(plan: Plan, lab: Lab) -> History:
     sending.result(0)
     seconds, waiting = time.monotonic() - began, broker.waiting()
     lab.close()
-    history = History.read(plan, witness, ledger, alias)
-    return replace(history, seconds=seconds, waiting=waiting)
+    return History.read(plan, witness, ledger, alias, seconds=seconds, waiting=waiting)
 
 
 def is_over(plan: Plan, still: Stillness, is_any_left: Callable[[], bool]) -> bool:
     """Return whether all tasks have ended and nothing moves, or nothing has moved for long."""
     seconds = still.seconds()
     return seconds > plan.patience or (seconds > plan.quiet and not is_any_left())
-
-
-def look_for_tasks(plan: Plan, witness: Witness, ledger: Ledger, alias: str) -> Callable[[], bool]:
-    """Return a function that says whether some task has not ended."""
-    if plan.is_carried:  # it has a row until then
-        return OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists
-
-    def is_any_left() -> bool:
-        ends = [entry for entry in witness.journal.entries("ended") if entry["ending"] in FINAL]
-        return ledger.count("committed") > len({entry["id"] for entry in ends})
-
-    return is_any_left
 
 
 def restart_database(plan: Plan, lab: Lab, alias: str) -> None:
@@ -131,14 +100,14 @@ def answers(alias: str) -> bool:
 class Relaying:
     """The relay, which may be killed."""
 
-    def __init__(self, plan: Plan, lab: Lab) -> None:
-        self._plan, self._lab = plan, lab
-        self._process = lab.start(relay, plan)
+    def __init__(self, lab: Lab, fault: str) -> None:
+        self._start = partial(lab.start, hurry_and_relay, fault)
+        self._process = self._start()
 
     def kill(self) -> None:
         """Kill it and start it again."""
         self._process.kill()
-        self._process = self._lab.start(relay, self._plan)
+        self._process = self._start()
 
     def check(self) -> None:
         """

@@ -1,20 +1,17 @@
 """The processes of the scenario that commit transactions with sends, or relay the outbox."""
 
-import io
 import random
 import time
 from contextlib import suppress
 from typing import Final
 
-from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connection, transaction
-from kombu.exceptions import OperationalError as BrokerError
 
 from tests.faults.carried import broken, work
-from tests.faults.carried.plan import OUTBOX, Plan, Task, Transaction
+from tests.faults.carried.plan import Plan, Task, Transaction
 from tests.faults.ledger import Ledger
 from tests.faults.outbox.relaying import hurry
-from tests.faults.scenario import enter, find_witness
+from tests.faults.scenario import enter, relay
 
 #: Pause before a database that was away is asked again, s.
 PAUSE: Final = 0.1
@@ -25,13 +22,7 @@ def send(plan: Plan) -> None:
     enter()
     chance = random.Random(f"{plan.seed}:pauses")
     for each in plan.transactions():
-        try:
-            insist(each)
-        except BrokerError:
-            if plan.sent in OUTBOX:
-                raise
-            # The transaction is committed, and Celery alone has no other way to say so.
-            find_witness().trouble.write("send failed")
+        insist(each)
         time.sleep(chance.expovariate(1 / plan.pause))
 
 
@@ -68,14 +59,14 @@ def commit(each: Transaction) -> None:
 
 
 def send_one(task: Task) -> None:
-    """Send a task when the transaction commits; how it is kept until then is a setting."""
+    """Send a task when the transaction commits."""
     Ledger(DEFAULT_DB_ALIAS).record("committed", task.id)
     work.work.apply_async_on_commit((task.ending, task.seconds), task_id=task.id)
 
 
-def relay(plan: Plan) -> None:
+def hurry_and_relay(fault: str) -> None:
     """Relay until told to end, or killed."""
     enter()
     hurry()
-    broken.break_relay(plan.broken)
-    call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
+    broken.break_relay(fault)
+    relay()

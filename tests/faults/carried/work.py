@@ -6,10 +6,10 @@ from typing import Any, Final
 
 from celery import shared_task
 
-from django_celery_safe import SafeTask, conf
+from django_celery_safe import SafeTask
 from tests.faults.carried import broken
 from tests.faults.carried.plan import LEASE
-from tests.faults.scenario import Witness, find_witness
+from tests.faults.scenario import Witness, find_fault, find_witness
 
 #: How long a process sleeps at a time, and what is longer than any such sleep, s: the lease
 #: may be over by then, which is renewed at a third of it.
@@ -24,8 +24,7 @@ class PlannedFailure(Exception):
     """The error of a task that is to fail."""
 
 
-# Without an outbox it is a task of Celery alone.
-@shared_task(base=SafeTask if conf.get("OUTBOX") else None, bind=True, max_retries=5)
+@shared_task(base=SafeTask, bind=True, max_retries=5)
 def work(self: Any, ending: str, seconds: float) -> None:
     """Be inside for a while, then end as it is planned."""
     witness, request = find_witness(), self.request
@@ -51,4 +50,4 @@ def sleep(witness: Witness, task_id: str, seconds: float) -> None:
             witness.journal.write("stood still", id=task_id)
 
 
-broken.use_chosen()
+broken.break_worker(find_fault())

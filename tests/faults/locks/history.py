@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tests.faults.locks.holdings import Holding, holdings_of
+from tests.faults.locks.plan import Plan
 from tests.faults.locks.records import MemoryLoss, Pause, Record, is_operation
 
 
@@ -14,18 +15,13 @@ class History:
 
     Args:
         records: In the order in which each process wrote them.
-        processes: How many there were.
-        nemesis: The name of what was done to the run.
-        limit: How many may hold a lock at once.
         grace: By how much a lock may stay taken after the last lease that is known
             of, s: for a waiter to whom it was handed, and for a renewal that was
             sent late by a process that stood still.
     """
 
     records: list[Record]
-    processes: int
-    nemesis: str = "pause"
-    limit: int = 1
+    plan: Plan
     grace: float = 2.0
     pauses: list[Pause] = field(default_factory=list)
     losses: list[MemoryLoss] = field(default_factory=list)
@@ -39,11 +35,6 @@ class History:
     def operations(self) -> int:
         """How many requests to the store were answered."""
         return sum(is_operation(record) for record in self.records)
-
-    @cached_property
-    def began(self) -> int:
-        """When the first request was sent, ns."""
-        return min((record.sent for record in self.records), default=0)
 
     def explains(self, holding: Holding, since: int, until: int) -> bool:
         """Whether a lease from before a loss of memory explains what was from then till then."""

@@ -17,7 +17,7 @@ from django.utils.module_loading import import_string
 from django_celery_safe.exceptions import CelerySafeError
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.lock import CacheLock
-from tests.faults.locks.plan import ASKING, HOLDING, IDLE, Board, Plan
+from tests.faults.locks.plan import ASKING, HOLDING, IDLE, Plan, open_board
 from tests.faults.locks.records import NO, YES, Record, is_operation
 from tests.faults.locks.resource import Resource
 from tests.processes import tell, wait_for
@@ -51,7 +51,7 @@ class LockUser:
         self.random = random.Random(f"{plan.seed}:{number}")
         self.make_lock: Callable[..., CacheLock] = import_string(plan.make_lock)
         self.resource = Resource(folder, plan.guarded)
-        self.states = Board(folder, plan.processes).states
+        self.states = open_board(folder, plan.processes)
         self.file = file
         self.names = plan.names
         self.operations = 0
@@ -106,10 +106,8 @@ class LockUser:
 
     def stop_renewing(self, lock: CacheLock) -> None:
         """Let the lease end, as if the thread that renews it hung."""
-        # Locks of other makes have no lease that this process renews.
-        lease = getattr(lock, "lease", None)
-        if lease is not None:
-            renewer.remove(lease)
+        if lock.lease is not None:
+            renewer.remove(lock.lease)
 
     def leave(self, lock: CacheLock) -> None:
         """Be gone like one who was killed: the lock is neither released nor renewed."""
@@ -175,6 +173,4 @@ class LockUser:
 
 def place_of(lock: CacheLock) -> str:
     """Return the name of the place that a lock holds; its own name while it holds none."""
-    # Locks of other makes have no lease, and one place.
-    lease = getattr(lock, "lease", None)
-    return lock.name if lease is None else str(lease.name)
+    return lock.name if lock.lease is None else str(lock.lease.name)

@@ -9,19 +9,11 @@ follows from it is certain.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tests.faults.locks.records import NO, YES, Record
 
 #: Outcomes by which a holder learns that the lock is not its own any more.
 LOST = "LockLost"
-
-
-class Broken(NamedTuple):
-    """A promise that was made to a holder, until some moment, and a record that breaks it."""
-
-    promised_until: int
-    record: Record
 
 
 @dataclass(slots=True)
@@ -36,7 +28,7 @@ class Holding:
         promised: Up to here it will be trusted by what it knows now.
         could_end: By now the store has let it go at the latest.
         longest: The longest lease that was asked for, ns.
-        broken: Promises that were not kept.
+        broken: The ends of promises that were not kept, each with the record that breaks it.
         by_lease: It was not released in time.
     """
 
@@ -46,7 +38,7 @@ class Holding:
     promised: int = 0
     could_end: int = 0
     longest: int = 0
-    broken: list[Broken] = field(default_factory=list)
+    broken: list[tuple[int, Record]] = field(default_factory=list)
     by_lease: bool = False
 
     def promise(self, record: Record) -> None:
@@ -128,13 +120,13 @@ def _read_leave(holding: Holding, record: Record) -> None:
 
 def _read_write(holding: Holding, record: Record) -> None:
     if record.outcome == NO and record.returned < holding.promised:
-        holding.broken.append(Broken(holding.promised, record))
+        holding.broken.append((holding.promised, record))
 
 
 def _read_loss(holding: Holding, record: Record) -> None:
     """Its holder heard that it is not trusted any more: not before the time, if that was kept."""
     if record.returned < holding.promised:
-        holding.broken.append(Broken(holding.promised, record))
+        holding.broken.append((holding.promised, record))
     holding.end_at(record.returned)
 
 

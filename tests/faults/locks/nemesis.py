@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.locks.plan import WHEN, Board, Plan
+from tests.faults.locks.plan import WHEN, Plan, open_board
 from tests.faults.locks.records import MemoryLoss, Pause
 from tests.processes import FunctionProcess, wait_for
 from tests.servers import Server
@@ -35,7 +35,7 @@ class Troublemaker:
         self.plan = plan
         self.processes = processes
         self.server = server
-        self.states = Board(folder, plan.processes).states
+        self.states = open_board(folder, plan.processes)
         self.pauses: list[Pause] = []
         self.losses: list[MemoryLoss] = []
 
@@ -65,9 +65,8 @@ class Troublemaker:
         self.random.choice([server.stop, server.kill])()
         gone = time.monotonic_ns()
         server.start()
-        back = time.monotonic_ns()
-        self.losses.append(MemoryLoss(since, gone, back))
-        return (back - since) / 1e9
+        self.losses.append(MemoryLoss(since, gone))
+        return (time.monotonic_ns() - since) / 1e9
 
     def _pause(self, alive: list[int]) -> None:
         count = min(len(alive), self.random.randint(1, 3))

@@ -13,7 +13,7 @@ from django_celery_safe.leases.holder import split_place
 from tests.faults.locks.history import History
 from tests.faults.locks.holdings import Holding
 from tests.faults.locks.records import NO, YES, Record
-from tests.faults.oracle import Findings, Oracle, Shown, scarce
+from tests.faults.oracle import Findings, Oracle, scarce
 
 #: Acquisitions that each process must have made in a hundred operations, on average.
 ENOUGH_ACQUIRED = 4
@@ -22,9 +22,9 @@ ENOUGH_ACQUIRED = 4
 ENOUGH_CONTENDED = 2
 
 
-def show(text: str, *records: Record) -> Shown:
+def show(text: str, *records: Record) -> str:
     """Return a finding with the records that it is about."""
-    return Shown(f"{records[-1].lock}: {text}", tuple(map(str, records)))
+    return "\n".join((f"{records[-1].lock}: {text}", *map(str, records)))
 
 
 def two_holders(history: History) -> Findings:
@@ -40,9 +40,9 @@ def too_many_holders(history: History) -> Findings:
     for later, others in _meetings(history):
         rivals = [one for one in others if not _excuses(history, one, later)]
         places = {one.acquired.lock for one in (*rivals, later)}
-        if len(places) > history.limit:
+        if len(places) > history.plan.limit:
             acquired = [one.acquired for one in (*rivals, later)]
-            yield show(f"{len(places)} places of {history.limit} were held.", *acquired)
+            yield show(f"{len(places)} places of {history.plan.limit} were held.", *acquired)
 
 
 def _pairs(history: History) -> Iterator[tuple[Holding, Holding]]:
@@ -167,7 +167,7 @@ def _taken(history: History) -> dict[str, tuple[list[int], list[int]]]:
     for moment, is_end, lock in sorted(changes):
         if not is_end:
             holders[lock] += 1
-        if holders[lock] == history.limit:
+        if holders[lock] == history.plan.limit:
             taken[lock][is_end].append(moment)
         holders[lock] -= is_end
     return taken
@@ -189,18 +189,18 @@ def incomplete_answers(history: History) -> Findings:
 
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
-    counts = count(history)
-    acquired = [0] * history.processes
+    counts, plan = count(history), history.plan
+    acquired = [0] * plan.processes
     for holding in history.holdings:
         acquired[holding.acquired.process] += 1
-    share = counts["operations"] / history.processes * ENOUGH_ACQUIRED / 100
+    share = counts["operations"] / plan.processes * ENOUGH_ACQUIRED / 100
     for process, number in enumerate(acquired):
         if number < max(share, 2):
             yield f"process {process} acquired {number} times, of {share:.0f} that are enough."
     tries = counts["acquisitions"] + counts["contended"]
-    wanted = {"contended": max(tries * ENOUGH_CONTENDED / 100, 2), "most at once": history.limit}
-    wanted |= {"ended by lease": 1, "outlived pauses": 1, "refused writes": 1}
-    yield from scarce(counts, wanted | {"restarts": int(history.nemesis == "restart")})
+    wanted = dict.fromkeys(("ended by lease", "outlived pauses", "refused writes"), 1.0)
+    wanted |= {"contended": max(tries * ENOUGH_CONTENDED / 100, 2), "most at once": plan.limit}
+    yield from scarce(counts, wanted | {"restarts": int(plan.nemesis == "restart")})
 
 
 def count(history: History) -> dict[str, int]:

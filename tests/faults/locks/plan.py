@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import option
+from tests.faults.scenario import AnyPlan, option
 
 #: The state of a process at this moment, as the nemesis sees it.
 IDLE, ASKING, HOLDING = 0, 1, 2
@@ -85,12 +84,7 @@ class Plan(AnyPlan):
         return [f"lock-{index}" for index in range(max(1, number))]
 
 
-class Board:
-    """Shows what each process does at this moment: one byte for each, in shared memory."""
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        path = folder / "board"
-        if not path.exists():
-            path.write_bytes(bytes(processes))
-        with path.open("r+b") as file:
-            self.states = mmap.mmap(file.fileno(), processes)
+def open_board(folder: Path, processes: int) -> mmap.mmap:
+    """Return what each process does at this moment: one byte for each, in shared memory."""
+    with (folder / "board").open("r+b") as file:
+        return mmap.mmap(file.fileno(), processes)

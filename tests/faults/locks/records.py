@@ -62,7 +62,6 @@ class MemoryLoss(NamedTuple):
 
     since: int
     gone: int
-    back: int
 
 
 def is_operation(record: Record) -> bool:

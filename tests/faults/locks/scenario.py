@@ -7,11 +7,11 @@ from typing import Any
 
 from django_celery_safe import cache_lock
 from django_celery_safe.locks.lock import CacheLock
-from tests.faults.lab import Lab
+from tests.faults.lab import DJANGO_REDIS, Lab
 from tests.faults.locks.history import History
 from tests.faults.locks.holders import use_locks
 from tests.faults.locks.nemesis import Troublemaker
-from tests.faults.locks.plan import ABANDON, OUTSTAY, WRITE, Board, Plan
+from tests.faults.locks.plan import ABANDON, OUTSTAY, WRITE, Plan
 from tests.faults.locks.records import iter_records
 from tests.servers import RedisServer, Server
 
@@ -73,7 +73,7 @@ def record(plan: Plan, lab: Lab) -> History:
     if plan.broken:
         plan = replace(plan, **FAULTS[plan.broken][0])
     server = use_store(plan, lab)
-    Board(lab.folder, plan.processes)
+    (lab.folder / "board").write_bytes(bytes(plan.processes))
     processes = [lab.start(use_locks, plan, number, lab.folder) for number in range(plan.processes)]
     restarted = server if plan.nemesis == "restart" else None
     trouble = Troublemaker(plan, lab.folder, processes, restarted)
@@ -87,15 +87,8 @@ def record(plan: Plan, lab: Lab) -> History:
         trouble.strike()
     for process in processes:
         process.result(timeout=10)
-    return History(
-        records=list(iter_records(lab.folder)),
-        processes=plan.processes,
-        nemesis=plan.nemesis,
-        limit=plan.limit,
-        grace=plan.leases[1] * 2 + SLOWNESS,
-        pauses=trouble.pauses,
-        losses=trouble.losses,
-    )
+    grace = plan.leases[1] * 2 + SLOWNESS
+    return History(list(iter_records(lab.folder)), plan, grace, trouble.pauses, trouble.losses)
 
 
 def use_store(plan: Plan, lab: Lab) -> Server | None:
@@ -104,7 +97,5 @@ def use_store(plan: Plan, lab: Lab) -> Server | None:
         lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
         return None
     server: RedisServer = lab.server(RedisServer)
-    backend = f"tests.faulty.{plan.backend}" if plan.backend else "django_redis.cache.RedisCache"
-    cache = {"BACKEND": backend, "LOCATION": server.url}
-    lab.settings["CACHES"] = {"default": cache}
+    lab.use_store(server, f"tests.faulty.{plan.backend}" if plan.backend else DJANGO_REDIS)
     return server

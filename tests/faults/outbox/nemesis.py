@@ -3,8 +3,7 @@
 import random
 import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,23 +41,23 @@ class Victim:
     Args:
         role: Its role in the plan.
         place: Its number among those of the plan.
-        ends: How it is to end, in order: a point, or at a random moment.
-        settings: Its Django settings.
+        settings: Django settings of all processes.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        witness: Witness,
-        role: str,
-        place: int,
-        ends: list[str],
-        settings: dict[str, Any],
+        self, plan: Plan, witness: Witness, role: str, place: int, settings: dict[str, Any]
     ) -> None:
         self._plan, self._witness, self._role, self._place = plan, witness, role, place
         self._random = random.Random(f"{plan.seed}:{role}:{place}")
-        self._random.shuffle(ends)
-        self._ends = ends
+        ends = points_of(plan, role) * plan.rounds
+        if role == RELAY:
+            # The two share them.
+            ends = ends[place % 2 :: 2]
+        if role == CUT_OFF:
+            settings = {**settings, "CELERY_BROKER_URL": NOBODY[plan.broker]}
+        #: How it is to end, the last first: a point, or at a random moment.
+        self._ends = ends + [AT_RANDOM] * plan.random_kills
+        self._random.shuffle(self._ends)
         self._settings = settings
         self._point: str | None = None
         self._began = self._dies_at = 0.0
@@ -95,18 +94,11 @@ class Victim:
         self._began = time.monotonic()
         self._dies_at = self._began + self._random.uniform(*LIFE) if end == AT_RANDOM else 0.0
         hit = self._random.randint(1, HITS.get(self._point or "", 1))
+        function: Any = relay if self._role == RELAY else send
+        more = (self._role, self._place, self._point, hit)
         self._process = self._stack.enter_context(
-            start_in_process(*self._call(self._point, hit), settings=self._settings)
+            start_in_process(function, self._plan, self._witness, *more, settings=self._settings)
         )
-
-    def _call(self, point: str | None, hit: int) -> tuple[Callable[..., None], Any]:
-        if self._role == RELAY:
-            return relay, self._plan, self._witness, point, hit  # type: ignore[return-value]
-        # Each sender has every n-th number, and never one again.
-        step = sum(role != RELAY for role in self._plan.roles)
-        begun = self._witness.journal.entries("begun", role=self._role)
-        first = max((entry["number"] + step for entry in begun), default=self._place)
-        return send, self._plan, self._witness, self._role, (first, step), point, hit  # type: ignore[return-value]
 
     def _bury(self, pid: int) -> None:
         kill = self._witness.kills().get(pid)
@@ -155,35 +147,20 @@ class Troublemaker:
         self.random = random.Random(f"{plan.seed}:nemesis")
         self.plan, self.witness, self.broker = plan, witness, broker
         self._victims = [
-            self._make_victim(place, role, settings) for place, role in enumerate(plan.roles)
+            Victim(plan, witness, role, place, settings) for place, role in enumerate(plan.roles)
         ]
-        self._stack = ExitStack()
-        self._troubles: Future[None] | None = None
-
-    def _make_victim(self, place: int, role: str, settings: dict[str, Any]) -> Victim:
-        plan = self.plan
-        ends = points_of(plan, role) * plan.rounds
-        if role == RELAY:
-            # The two share them.
-            ends = ends[place % 2 :: 2]
-        if role == CUT_OFF:
-            settings = {**settings, "CELERY_BROKER_URL": NOBODY[plan.broker]}
-        ends += [AT_RANDOM] * plan.random_kills
-        return Victim(plan, self.witness, role, place, ends, settings)
+        self._pool = ThreadPoolExecutor(1)
+        self._troubles = self._pool.submit(self._trouble_broker)
 
     def strike(self) -> None:
         """Kill and start again the processes that are due, beside the troubles of the broker."""
-        if self._troubles is None:
-            pool = self._stack.enter_context(ThreadPoolExecutor(1))
-            self._troubles = pool.submit(self._trouble_broker)
         for victim in self._victims:
             victim.tend()
 
     @property
     def is_spent(self) -> bool:
         """Whether all harm is done that must be done."""
-        spared = all(victim.is_spared for victim in self._victims)
-        return spared and self._troubles is not None and self._troubles.done()
+        return self._troubles.done() and all(victim.is_spared for victim in self._victims)
 
     def _trouble_broker(self) -> None:
         for what in self.plan.troubles * self.plan.rounds:
@@ -199,8 +176,7 @@ class Troublemaker:
         self.witness.end()
         for victim in self._victims[: sum(role != RELAY for role in self.plan.roles)]:
             victim.terminate()
-        if self._troubles is not None:
-            self._troubles.result()
+        self._troubles.result()
 
     def terminate(self) -> None:
         """Let the relays end as ``SIGTERM`` lets them."""
@@ -211,4 +187,4 @@ class Troublemaker:
         """End all processes, however, and wait until the broker's troubles are over."""
         for victim in self._victims:
             victim.close()
-        self._stack.close()
+        self._pool.shutdown()

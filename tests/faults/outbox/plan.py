@@ -2,13 +2,10 @@
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from tests.faults.scenario import Plan as AnyPlan
 from tests.faults.scenario import Witness as AnyWitness
-from tests.faults.scenario import option
-from tests.servers.databases import SERVERS
+from tests.faults.scenario import WorkersPlan, draw_duration, option
 
 #: The sends of a transaction, and how often of a hundred times.
 KINDS: Final = {
@@ -35,20 +32,8 @@ SENDER, CUT_OFF, RELAY = "sender", "sender without broker", "relay"
 TROUBLES: Final = ("stopped", "killed", "paused")
 
 
-class Transaction(NamedTuple):
-    """
-    The work of one transaction.
-
-    Attributes:
-        lingers: For how long it stays open after its sends, s.
-    """
-
-    kind: str
-    lingers: float
-
-
 @dataclass(frozen=True, kw_only=True)
-class Plan(AnyPlan):
+class Plan(WorkersPlan):
     """
     The plan of one recording.
 
@@ -60,8 +45,6 @@ class Plan(AnyPlan):
         at_most: The kills must be done after this time, s.
     """
 
-    broker: str = option("redis", "what carries the messages", ("redis", "rabbitmq"))
-    database: str = option("postgres", "what has the outbox", SERVERS)
     transactions: int = option(300, "how many at least; there are more if the kills take longer")
     rounds: int = option(3, "kills at each point")
     random_kills: int = option(10, "of each process, at any moment")
@@ -70,6 +53,7 @@ class Plan(AnyPlan):
     patience: float = 30.0
     quiet: float = 10.0
     at_most: float = 600.0
+    workers: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -81,12 +65,11 @@ class Plan(AnyPlan):
         """The roles: with an outbox also two relays and a sender whose broker refuses it."""
         return [SENDER] if self.is_plain else [SENDER, CUT_OFF, RELAY, RELAY]
 
-    def transaction(self, number: int) -> Transaction:
-        """Return what a transaction does."""
+    def transaction(self, number: int) -> tuple[str, float]:
+        """Return the kind of a transaction, and for how long it stays open after its sends, s."""
         chance = random.Random(f"{self.seed}:{number}")
         (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
-        (longest,) = chance.choices(list(LINGERING), list(LINGERING.values()))
-        return Transaction(kind, chance.uniform(longest / 2, longest))
+        return kind, draw_duration(chance, LINGERING)
 
 
 class Witness(AnyWitness):
@@ -95,15 +78,11 @@ class Witness(AnyWitness):
     @property
     def is_over(self) -> bool:
         """Whether senders are to end."""
-        return self._end.exists()
+        return (self.folder / "end").exists()
 
     def end(self) -> None:
         """Let senders end after their transaction."""
-        self._end.touch()
-
-    @property
-    def _end(self) -> Path:
-        return self.folder / "end"
+        (self.folder / "end").touch()
 
     def record_kill(self, role: str, point: str, pid: int) -> None:
         """Record that a process is killed; the first entry of a process counts."""

@@ -2,7 +2,7 @@
 Named points at which a process kills itself, laid around functions of the package.
 
 The package knows nothing of them: in the process that is to die, one function is wrapped. A name
-that the package has no more is an error before a run begins.
+that the package has no more is an error of that process, and so of the run.
 """
 
 import functools
@@ -72,20 +72,6 @@ PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
         "after the pipeline": Place(Publisher, "publish_together", "after"),
     },
 }
-
-
-def check_names() -> None:
-    """
-    See that the package has all functions at which processes are to die.
-
-    Raises:
-        LookupError: It lacks one, so no process would ever come to that point.
-    """
-    for role, places in PLACES.items():
-        for point, place in places.items():
-            if not callable(getattr(place.owner, place.name, None)):
-                where = f"{place.owner.__name__}.{place.name}"
-                raise LookupError(f"No {role} can die {point}: there is no {where} any more.")
 
 
 def lay(role: str, point: str, hit: int, record: Callable[[], None]) -> None:

@@ -1,19 +1,16 @@
 """A process that relays: ``manage.py celery_outbox relay``, in a hurry."""
 
-import io
 import logging
 import os
 from datetime import timedelta
 from functools import partial
 
-from django.core.management import call_command
-from django.db import DEFAULT_DB_ALIAS
-
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import relay as relaying
 from tests.app.celery import app
+from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
-from tests.faults.outbox.plan import RELAY, Plan, Witness
+from tests.faults.outbox.plan import Plan, Witness
 from tests.faults.outbox.points import lay
 
 #: For how long rows are claimed; a killed relay keeps them from others for this long.
@@ -23,15 +20,15 @@ LEASE = timedelta(seconds=2)
 LONGEST_WAIT = 0.7
 
 
-def relay(plan: Plan, witness: Witness, point: str | None, hit: int) -> None:
+def relay(plan: Plan, witness: Witness, role: str, place: int, point: str | None, hit: int) -> None:
     """Relay until told to end, or killed."""
     logging.basicConfig(filename=witness.log)
     app.finalize()
     hurry()
     break_relay(plan.broken, witness.folder)
     if point is not None:
-        lay(RELAY, point, hit, partial(witness.record_kill, RELAY, point, os.getpid()))
-    call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
+        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
+    scenario.relay()
 
 
 def hurry() -> None:

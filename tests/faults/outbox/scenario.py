@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from django_celery_safe.models import OutboxMessage
 from tests.app.models import Person
 from tests.faults.lab import SEND_TIMEOUT, Lab
-from tests.faults.outbox import broken, points, work
+from tests.faults.outbox import broken, work
 from tests.faults.outbox.nemesis import Troublemaker
 from tests.faults.outbox.oracle import History
 from tests.faults.outbox.plan import Plan, Witness
@@ -35,7 +35,6 @@ def record(plan: Plan, lab: Lab) -> History:
     The worker begins when all else is over: kombu takes a message from Redis before it
     records that it has it, so a Redis that is stopped in between loses it.
     """
-    points.check_names()
     witness, alias = Witness(lab.folder), lab.database(plan.database)
     lab.use_database(alias)
     lab.use_store(lab.server(RedisServer))
@@ -69,7 +68,7 @@ def make_trouble(plan: Plan, witness: Witness, trouble: Troublemaker) -> None:
 def run_tasks(plan: Plan, witness: Witness, lab: Lab, wanted: set[str]) -> None:
     """Let a worker run all tasks that there are, and those that these send."""
     journal = witness.journal
-    (worker,) = lab.start_workers(1, f"{work.__name__},{broken.__name__}")
+    (worker,) = lab.start_workers(plan, f"{work.__name__},{broken.__name__}")
     lab.start(send_end, str(witness.folder)).result(30)
     # It is the last message of the queue, and a worker takes them in order.
     wait_for(lambda: journal.count("end"), LONGEST_RUN, "the last message never came")

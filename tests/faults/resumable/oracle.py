@@ -2,34 +2,27 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Self, get_args
+from typing import Self
 
 from django_celery_safe.models import OutboxMessage
 from tests.app.models import Person
-from tests.faults.brokers import BrokerName
 from tests.faults.oracle import Findings, Oracle, percentiles, scarce
 from tests.faults.resumable.work import DELETED, PERIOD
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import Witness, option
-from tests.servers.databases import SERVERS
+from tests.faults.scenario import Witness, WorkersPlan, option
 
 #: Seconds from a shutdown until each task has left its worker, in which a chunk takes one.
 OBEYED = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(AnyPlan):
+class Plan(WorkersPlan):
     """The plan of one recording; ``at_most`` is how long it may take, s."""
 
-    broker: str = option("redis", "what carries the messages", get_args(BrokerName))
-    database: str = option("postgres", "what has the rows", SERVERS)
     rows: int = option(40_000, "how many rows there are")
     tasks: int = option(20, "how many parts they have")
     child_kills: int = option(60, "how many children are killed")
     worker_kills: int = option(3, "how many workers are killed")
     shutdowns: int = option(3, "how many workers are shut down")
-    workers: int = 2
-    concurrency: int = 2
     at_most: float = 3600.0
 
     @property
@@ -129,6 +122,5 @@ def count(history: History) -> dict[str, float]:
     }
 
 
-ORACLE = Oracle(
-    count, [rows_written_twice, rows_left_out, unended_tasks, slow_shutdowns, too_little]
-)
+CHECKS = [rows_written_twice, rows_left_out, unended_tasks, slow_shutdowns, too_little]
+ORACLE = Oracle(count, CHECKS)

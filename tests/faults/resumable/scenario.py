@@ -10,7 +10,7 @@ from tests.faults.carried.scenario import Relaying
 from tests.faults.lab import Lab
 from tests.faults.nemesis import WorkerNemesis
 from tests.faults.resumable.oracle import History, Plan
-from tests.faults.resumable.work import PERIOD, VARIABLE, send
+from tests.faults.resumable.work import PERIOD, send
 from tests.faults.scenario import Witness
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
@@ -33,13 +33,8 @@ def record(plan: Plan, lab: Lab) -> History:
     ours = {"LOCK_TIMEOUT": LEASE, "OUTBOX": "until_done", "OUTBOX_RESEND_AFTER": RESEND_AFTER}
     lab.configure(alias, lab.make_broker(plan.broker), {**ours, "MAX_DEATHS": None})
     lab.use_store(lab.server(RedisServer))
-    workers = lab.start_workers(
-        plan.workers,
-        "tests.faults.resumable.work",
-        concurrency=plan.concurrency,
-        env={VARIABLE: plan.broken},
-    )
-    began, relaying = time.monotonic(), Relaying(plan, lab)
+    workers = lab.start_workers(plan, "tests.faults.resumable.work")
+    began, relaying = time.monotonic(), Relaying(lab, plan.broken)
     lab.start(send, plan.rows, plan.tasks, plan.pause).result(plan.at_most)
     trouble = Troublemaker(plan, workers, witness)
     while OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists():
@@ -77,9 +72,7 @@ class Troublemaker(WorkerNemesis):
         if what == "shutdown":
             return self._shut_down()
         child = self.stop_inside(self.witness.room.pids())
-        if child is not None:
-            self.kill_child(child)
-        return child is not None
+        return child is not None and self.kill_child(child)
 
     def _shut_down(self) -> bool:
         worker = self.random.choice(self.workers)

@@ -1,6 +1,5 @@
 """The task of the runs, and workers with one deliberate fault each."""
 
-import os
 import time
 from threading import Thread
 from typing import Any, Final
@@ -12,10 +11,8 @@ from django_celery_safe import SafeTask, current_claim, resumable
 from django_celery_safe.resuming import loop
 from django_celery_safe.resuming.checkpoints import Cursor
 from tests.app.models import Person
-from tests.faults.scenario import enter, find_witness
+from tests.faults.scenario import enter, find_fault, find_witness
 
-#: Has the fault that a worker is to have.
-VARIABLE: Final = "SAFE_TESTS_BROKEN_RESUMING"
 #: Rows of a chunk.
 EVERY: Final = 50
 #: Every tenth row is one that is only deleted, when the place is behind it.
@@ -48,16 +45,6 @@ def send(rows: int, tasks: int, pause: float) -> None:
         for number in range(tasks):
             first, last = (1 + rows * place // tasks for place in (number, number + 1))
             write.delay_on_commit(first, last, pause)
-
-
-def break_worker(fault: str) -> None:
-    """Let this process have a fault."""
-    if fault == "cursor-first":
-        loop.Rows.read = read_after_cursor  # type: ignore[method-assign]
-    if fault == "cursor-last":
-        loop.Chunk.commit = commit_before_cursor  # type: ignore[method-assign]
-    if fault == "offset":
-        loop.Rows.read = read_by_offset  # type: ignore[method-assign]
 
 
 read: Final = loop.Rows.read
@@ -100,4 +87,11 @@ def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> loop.Part:
     return found, begin + len(found), len(found) < most
 
 
-break_worker(os.environ.get(VARIABLE, ""))
+#: What each fault puts in the place of something right.
+FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
+    "cursor-first": (loop.Rows, "read", read_after_cursor),
+    "cursor-last": (loop.Chunk, "commit", commit_before_cursor),
+    "offset": (loop.Rows, "read", read_by_offset),
+}
+if fault := find_fault():
+    setattr(*FAULTS[fault])

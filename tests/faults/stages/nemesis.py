@@ -78,5 +78,4 @@ class Troublemaker(WorkerNemesis):
         if child is None:
             return False
         self._hits[room.what(child.pid)] += 1
-        self.kill_child(child)
-        return True
+        return self.kill_child(child)

@@ -80,25 +80,17 @@ class History:
     killed: dict[int, int] = field(default_factory=dict)
     kills: Counter[str] = field(default_factory=Counter)
     again: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @classmethod
-    def read(
-        cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str, seconds: dict[str, float]
-    ) -> Self:
+    def read(cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str, seconds: float) -> Self:
         """Put together what the witnesses wrote, and the rows."""
         history = cls(plan, seconds=seconds)
         for run in StageRun.objects.using(alias):
             history.runs[run.pk] = Run(run.status, frozenset(run.params))
         for row in StageStep.objects.using(alias):
-            history.steps[row.pk] = Step(
-                row.run_id,
-                row.stage - 1,
-                row.position,
-                row.task_id,
-                row.status,
-                row.ended_at is not None,
-            )
+            place = (row.run_id, row.stage - 1, row.position)
+            history.steps[row.pk] = Step(*place, row.task_id, row.status, row.ended_at is not None)
         rows = OutboxMessage.objects.using(alias).pending()
         history.left = list(map(str, rows))
         history.messages, history.successes = ledger.tally("message"), ledger.tally("success")
@@ -109,13 +101,12 @@ class History:
             else:
                 ours = [one for one in history.executions[step] if one.pid == pid]
                 ours[-1].ended = at
-        signals = witness.open("signals")
         ids = {step.task_id: pk for pk, step in history.steps.items()}
-        lost = signals.entries("lost")
+        lost = witness.trouble.entries("lost")
         history.lost = {(entry["pid"], ids[entry["task_id"]]) for entry in lost}
-        for entry in witness.trouble.entries("killed"):
-            history.killed.setdefault(entry["child"], entry["at_ns"])
         kills = witness.trouble.entries("killed")
+        for entry in kills:
+            history.killed.setdefault(entry["child"], entry["at_ns"])
         history.kills = witness.trouble.tally("effect")
         history.kills["children"] = sum(entry["what"] == "child" for entry in kills)
         history.kills["inside"] = sum(entry["inside"] for entry in kills)
@@ -254,7 +245,7 @@ def count(history: History) -> dict[str, float]:
         "executions": len(executions),
         "steps run again": len(executions) - len(history.executions),
         "steps lost": len(history.lost),
-        **{f"seconds {when}": round(number, 1) for when, number in history.seconds.items()},
+        "seconds in all": round(history.seconds, 1),
     }
 
 

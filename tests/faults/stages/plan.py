@@ -2,12 +2,9 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from tests.faults.brokers import BrokerName
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import draw_duration, option
-from tests.servers.databases import SERVERS
+from tests.faults.scenario import WorkersPlan, draw_duration, option
 
 #: Lease of a step, s: for so long a killed one keeps it from others.
 LEASE: Final = 3.0
@@ -37,7 +34,7 @@ BEAT: Final = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(AnyPlan):
+class Plan(WorkersPlan):
     """
     The plan of one recording.
 
@@ -46,14 +43,10 @@ class Plan(AnyPlan):
         between_kills: Shortest and longest time between two kills of children, s.
         worker_kills: How often a whole worker is killed, and started again.
         restarts: How often the broker is.
-        workers: How many there are.
-        concurrency: Children of each.
         quiet: When nothing has moved for so long, s, nothing will.
         at_most: All must stand still after this time, s.
     """
 
-    database: str = option("postgres", "what has the runs", SERVERS)
-    broker: str = option("redis", "what carries the messages", get_args(BrokerName))
     runs: int = option(200, "how many are started")
     stages: int = option(5, "of each run")
     steps: int = option(8, "of each stage; every other one is acknowledged late")
@@ -62,7 +55,6 @@ class Plan(AnyPlan):
     between_kills: tuple[float, float] = (0.3, 0.9)
     worker_kills: int = 5
     restarts: int = 2
-    workers: int = 2
     concurrency: int = 3
     quiet: float = 7.0
     at_most: float = 900.0
@@ -70,9 +62,8 @@ class Plan(AnyPlan):
     def entries(self, run: int) -> list[tuple[str, int, dict[str, Any]]]:
         """Return what is given to ``stages.start`` for the n-th run."""
         chance = random.Random(f"{self.seed}:{run}")
-        durations = tuple(DURATIONS.items())
         return [
-            (TASKS[step % 2], self.stages - stage, {"seconds": draw_duration(chance, durations)})
+            (TASKS[step % 2], self.stages - stage, {"seconds": draw_duration(chance, DURATIONS)})
             for stage in range(self.stages)
             for step in range(self.steps)
         ]

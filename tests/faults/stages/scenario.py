@@ -10,8 +10,7 @@ from tests.faults.scenario import Stillness, Witness
 from tests.faults.stages.nemesis import Troublemaker
 from tests.faults.stages.oracle import History
 from tests.faults.stages.plan import LEASE, MAX_DEATHS, PATIENCE, VISIBILITY_TIMEOUT, Plan
-from tests.faults.stages.work import relay, start_runs
-from tests.stages.broken import VARIABLE
+from tests.faults.stages.work import enter_and_relay, start_runs
 
 #: Pause between two looks, s.
 LOOK: Final = 0.05
@@ -39,13 +38,8 @@ def record(plan: Plan, lab: Lab) -> History:
         "MAX_DEATHS": MAX_DEATHS,
     }
     lab.configure(alias, broker, ours)
-    relaying = lab.start(relay)
-    workers = lab.start_workers(
-        plan.workers,
-        "tests.faults.stages.work",
-        concurrency=plan.concurrency,
-        env={VARIABLE: plan.broken},
-    )
+    relaying = lab.start(enter_and_relay)
+    workers = lab.start_workers(plan, "tests.faults.stages.work")
     began, starting = time.monotonic(), lab.start(start_runs, plan)
     runs = StageRun.objects.using(alias)
     trouble = Troublemaker(
@@ -54,13 +48,12 @@ def record(plan: Plan, lab: Lab) -> History:
 
     def is_over(still: Stillness) -> bool:
         """Return whether all runs have ended, or nothing has moved for long and nothing can."""
-        if still.seconds() < plan.quiet:
-            return not runs.active().exists()
-        messages = OutboxMessage.objects.using(alias)
-        if messages.filter(due_at__isnull=False).exists() or broker.waiting():
+        if still.seconds() >= plan.quiet:
+            messages = OutboxMessage.objects.using(alias).filter(due_at__isnull=False)
+            if not messages.exists() and not broker.waiting():
+                return True
             still.since = time.monotonic()
-            return not runs.active().exists()
-        return True
+        return not runs.active().exists()
 
     still = Stillness(witness.journal, plan.at_most)
     while starting.running or not trouble.is_spent or not is_over(still):
@@ -68,8 +61,8 @@ def record(plan: Plan, lab: Lab) -> History:
         still.seconds()
         time.sleep(LOOK)
     starting.result(0)
-    ended = time.monotonic()
+    seconds = time.monotonic() - began
     relaying.process.terminate()
     relaying.result(30)
     lab.close()
-    return History.read(plan, witness, ledger, alias, {"in all": ended - began})
+    return History.read(plan, witness, ledger, alias, seconds)

@@ -8,8 +8,6 @@ same body.
 """
 
 import random
-import signal
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -22,9 +20,8 @@ from django.dispatch import receiver
 
 from django_celery_safe import SafeTask, stages
 from django_celery_safe.models import StageRun, StageStep
-from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import claim_lost
-from tests.faults.scenario import enter, find_witness
+from tests.faults.scenario import enter, find_fault, find_witness, relay
 from tests.faults.stages.plan import BEAT, LATEST, TWICE, Plan
 from tests.stages import broken
 
@@ -43,13 +40,10 @@ def start_runs(plan: Plan) -> None:
         time.sleep(chance.expovariate(1 / plan.pause))
 
 
-def relay() -> None:
-    """Relay until a signal, like ``celery_outbox relay``."""
+def enter_and_relay() -> None:
+    """Relay until a signal."""
     enter()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    relaying = Relay()
-    relaying.run(stop)
+    relay()
 
 
 @shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
@@ -79,11 +73,11 @@ def work(params: Params, step: StageStep, seconds: float) -> Params:
 
 def watch() -> None:
     """Note what the package says, and deliver some messages twice."""
-    journal = find_witness().open("signals")
+    trouble = find_witness().trouble
 
     @receiver(claim_lost, weak=False)
     def note_loss(key: str, **kwargs: Any) -> None:
-        journal.write("lost", task_id=key.rpartition("[")[2].removesuffix("]"))
+        trouble.write("lost", task_id=key.rpartition("[")[2].removesuffix("]"))
 
     @task_received.connect(weak=False)
     def deliver_again(sender: Any, request: Any, **kwargs: Any) -> None:
@@ -115,4 +109,4 @@ def publish_again(celery: Any, message: Any, task_id: str) -> None:
 
 if hasattr(settings, "TEST_WITNESS"):
     watch()
-    broken.use_chosen()
+    broken.use(find_fault())

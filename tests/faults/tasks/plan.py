@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import option
+from tests.faults.scenario import AnyPlan, option
 
 #: Lease of the runs, s: for so long a killed one keeps its key from others.
 LEASE = 2.0

@@ -45,9 +45,7 @@ def record(plan: Plan, lab: Lab) -> History:
     lab.enter_context(
         override_settings(CACHES={"default": cache}, DJANGO_CELERY_SAFE=ours, **broker.settings())
     )
-    workers = lab.start_workers(
-        plan.workers, "tests.faults.tasks.work", concurrency=plan.concurrency, prefetch=PREFETCH
-    )
+    workers = lab.start_workers(plan, "tests.faults.tasks.work", PREFETCH)
     wait_for(lambda: broker.idle_workers() == plan.workers, 60, "the workers take no messages")
     killer = Killer(plan, workers, witness, broker)
     sends = lab.enter_context(ThreadPoolExecutor(1)).submit(

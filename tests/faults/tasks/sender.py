@@ -28,11 +28,6 @@ def send_one(plan: Plan, witness: Witness, number: int, until: str, key: str) ->
     task_id = f"{plan.seed}-{number}-{os.getpid()}"
     asked = time.monotonic_ns()
     result = TASKS[until].apply_async((str(witness.folder), key), task_id=task_id)
-    witness.journal.write(
-        "sent",
-        id=task_id,
-        until=until,
-        key=key,
-        asked=asked,
-        duplicate_of=result.id if result.is_duplicate else None,
-    )
+    duplicate_of = result.id if result.is_duplicate else None
+    what = {"id": task_id, "until": until, "key": key, "asked": asked}
+    witness.journal.write("sent", duplicate_of=duplicate_of, **what)
