@@ -1,7 +1,8 @@
 """
-Runs a scenario in which processes and servers fail, and lets its oracle check what happened.
+Runs scenarios in which processes and servers fail, and lets their oracles check what happened.
 
-A scenario's own options follow its name, as in ``python -m tests.faults outbox --broken last-id``.
+A scenario's own options follow its name:
+``python -m tests.faults locks --nemesis restart outbox --broken last-id --seed 3``.
 The exit status is 0 if all promises were kept, or the deliberate fault was found; 1 if not; and 2
 if a run could not be done. All servers are private and started for the run.
 
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scen
     """Return the options, and each scenario that is to be run, with its plan."""
     from tests.faults.scenarios import SCENARIOS  # they have models
 
-    common = argparse.ArgumentParser(add_help=False)
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     common.add_argument("--seed", type=int, default=0, help="the same seed gives the same plan")
     common.add_argument("--keep", type=Path, help="folder for the files of each run's witnesses")
     common.add_argument("--save", action="store_true", help="write a file into docs/evidence")
@@ -70,13 +72,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scen
         scenario.add_options(names.add_parser(name, parents=[common], help=scenario.summary))
     every = names.add_parser(ALL, parents=[common], help="all of them, and all deliberate faults")
     every.add_argument("--form", choices=FORMS, default="long", help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    runs = [options]
-    if options.name == ALL:
-        seed = ("--seed", str(options.seed))
-        runs = [parser.parse_args([*each, *seed]) for each in commands(options.form, known)]
+    options, rest = common.parse_known_args(arguments)
+    starts = [place for place, word in enumerate(rest) if word in {*known, ALL}] or [0]
+    runs = [rest[begin:end] for begin, end in pairwise([*starts, None])]
     chosen = []
-    for each in runs:
+    while runs:
+        each = parser.parse_args([*runs.pop(0), "--seed", str(options.seed)])
+        if each.name == ALL:
+            runs += commands(each.form, known)
+            continue
         given = {name: value for name, value in vars(each).items() if name not in OTHERS}
         plan = known[each.name].plan(**given)
         if (objection := plan.objection()) is not None:
