@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pytest
@@ -122,30 +121,23 @@ def servers() -> Iterator[ServerPool]:
         yield pool
 
 
-def require(servers: ServerPool, kind: type[Server]) -> Any:
-    """Return a running server, or skip the test; under CI fail it."""
-    with requiring(kind):
-        return servers.get(kind)
-
-
-@contextmanager
-def requiring(kind: type[Server]) -> Iterator[None]:
-    """Skip the test if this machine does not have the server of the block; under CI fail it."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Skip a test if this machine does not have a server that it starts; under CI fail it."""
     try:
         yield
     except ProgramNotFound as error:
         if os.environ.get("CI", "").lower() in {"1", "true"}:
-            pytest.fail(f"{NOT_RUN}{kind.name} ({error}), and CI must run everything.")
-        pytest.skip(f"{NOT_RUN}{kind.name} ({error})")
+            pytest.fail(f"{NOT_RUN}{error}, and CI must run everything.")
+        pytest.skip(f"{NOT_RUN}{error}")
+
+
+pytest_runtest_call = pytest_runtest_setup
 
 
 def private(kind: type[Server]) -> Any:
     """Return a fixture that is a private server for the whole session."""
-
-    def server(servers: ServerPool) -> Any:
-        return require(servers, kind)
-
-    return pytest.fixture(server, scope="session")
+    return pytest.fixture(lambda servers: servers.get(kind), scope="session")
 
 
 redis_server = private(RedisServer)
@@ -161,9 +153,7 @@ rabbitmq_server = private(RabbitMQServer)
 @pytest.fixture
 def pgbouncer_alias(postgres_alias: str, postgres_server: PostgresServer) -> Iterator[str]:
     """The alias of a PostgreSQL database of this test, behind a PgBouncer of its own."""
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server)
-    with bouncer, behind(bouncer, postgres_alias) as alias:
+    with PgBouncerServer(postgres_server) as bouncer, behind(bouncer, postgres_alias) as alias:
         yield alias
 
 
@@ -265,53 +255,31 @@ class MakeDatabase(Protocol):
         """
 
 
-@pytest.fixture
-def make_database(
-    request: pytest.FixtureRequest,
-    _databases: Databases,
-    tmp_path: Path,
-    django_db_blocker: DjangoDbBlocker,
-) -> Iterator[MakeDatabase]:
+def making_databases(scope: Literal["function", "module"]) -> Any:
     """
-    Make migrated databases that exist until the test ends.
+    Return a fixture that makes migrated databases, which exist until the test or module ends.
 
     They are real: commits are commits, and other processes and threads see them.
     The test needs no mark ``django_db`` unless it uses the default alias too. A
     connection to PostgreSQL or MariaDB that is open after the test is an error.
     """
-    with django_db_blocker.unblock(), _making(request, _databases, tmp_path) as make:
-        yield make
+
+    def make_database(
+        _databases: Databases,
+        tmp_path_factory: pytest.TempPathFactory,
+        django_db_blocker: DjangoDbBlocker,
+    ) -> Iterator[MakeDatabase]:
+        folder = tmp_path_factory.mktemp("databases")
+        with django_db_blocker.unblock(), ExitStack() as stack:
+            yield lambda kind, alias=None: stack.enter_context(
+                _databases.alias(kind, folder, alias)
+            )
+
+    return pytest.fixture(make_database, scope=scope)
 
 
-@pytest.fixture(scope="module")
-def make_module_database(
-    request: pytest.FixtureRequest,
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: DjangoDbBlocker,
-) -> Iterator[MakeDatabase]:
-    """Make migrated databases as ``make_database`` does, that exist until the module ends."""
-    folder = tmp_path_factory.mktemp("databases")
-    with django_db_blocker.unblock(), _making(request, _databases, folder) as make:
-        yield make
-
-
-@contextmanager
-def _making(
-    request: pytest.FixtureRequest, databases: Databases, folder: Path
-) -> Iterator[MakeDatabase]:
-    """Make databases that exist until the block ends."""
-    with ExitStack() as stack:
-
-        def make(kind: DatabaseKind, alias: str | None = None) -> str:
-            if kind in {"postgres", "pgbouncer"}:
-                request.getfixturevalue("postgres_server")
-            if kind.startswith("mariadb"):
-                request.getfixturevalue("mariadb_server")
-            with requiring(PgBouncerServer):  # the others have fixtures
-                return stack.enter_context(databases.alias(kind, folder, alias))
-
-        yield make
+make_database = making_databases("function")
+make_module_database = making_databases("module")
 
 
 @pytest.fixture
@@ -332,28 +300,18 @@ def alias(db_alias: str) -> str:
     return db_alias
 
 
-@pytest.fixture
-def postgres_alias(make_database: MakeDatabase) -> str:
-    """The alias of a PostgreSQL database of this test."""
-    return make_database("postgres")
+def alias_of(kind: DatabaseKind) -> Any:
+    """Return a fixture that is the alias of a database of this kind, of the test alone."""
+    return pytest.fixture(lambda make_database: make_database(kind))
 
 
-@pytest.fixture
-def mariadb_alias(make_database: MakeDatabase) -> str:
-    """The alias of a MariaDB database of this test, in Django's default (READ COMMITTED)."""
-    return make_database("mariadb")
-
-
-@pytest.fixture
-def sqlite_alias(make_database: MakeDatabase) -> str:
-    """The alias of a SQLite file of this test, in Django's default (DEFERRED) mode."""
-    return make_database("sqlite")
-
-
-@pytest.fixture
-def sqlite_immediate_alias(make_database: MakeDatabase) -> str:
-    """The alias of a SQLite file of this test, with IMMEDIATE and WAL."""
-    return make_database("sqlite-immediate")
+postgres_alias = alias_of("postgres")
+#: In Django's default (READ COMMITTED).
+mariadb_alias = alias_of("mariadb")
+#: In Django's default (DEFERRED) mode.
+sqlite_alias = alias_of("sqlite")
+#: With IMMEDIATE and WAL.
+sqlite_immediate_alias = alias_of("sqlite-immediate")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ from django_celery_safe import cache_lock, current_claim, idempotent
 from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import behind, requiring
+from tests.conftest import behind
 from tests.locks.renewals import wait_for_renewals
 from tests.routing import runs_in
 from tests.sending.carrying import Carried
@@ -46,9 +46,7 @@ def test_everything_else(
     postgres_alias: str, postgres_server: PostgresServer, mailbox: Mailbox
 ) -> None:
     """Outbox, carried tasks, records, flags and stages work, and leave nothing in a session."""
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server)
-    with bouncer, behind(bouncer, postgres_alias) as alias:
+    with PgBouncerServer(postgres_server) as bouncer, behind(bouncer, postgres_alias) as alias:
         use_everything(alias, mailbox)
         connections[alias].close()
         assert left_in_sessions(bouncer, alias) == set()
@@ -89,8 +87,7 @@ def test_locks_with_a_pool_of_their_own(
 ) -> None:
     """Locks are renewed while transactions have all sessions of the data's pool."""
     database = connections.settings[postgres_alias]["NAME"]
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server, {"locks": f"dbname={database}"}, pool_size=2)
+    bouncer = PgBouncerServer(postgres_server, {"locks": f"dbname={database}"}, pool_size=2)
     with bouncer, behind(bouncer, postgres_alias, "locks") as alias, ExitStack() as stack:
         settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
         stack.enter_context(bouncer.all_sessions(database))

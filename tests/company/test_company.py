@@ -8,8 +8,6 @@ from pytest_django import DjangoDbBlocker
 
 from tests.company.matrix import NotInstalled, play
 from tests.company.neighbours import NEIGHBOURS
-from tests.conftest import requiring
-from tests.servers import PgBouncerServer
 from tests.servers.databases import Databases
 
 #: Each in a landing, or at night.
@@ -33,7 +31,7 @@ def test_beside(
 ) -> None:
     """Every flow has its right values beside a neighbour."""
     try:
-        with django_db_blocker.unblock(), requiring(PgBouncerServer):
+        with django_db_blocker.unblock():
             verdicts = play(name, _databases, tmp_path)
     except NotInstalled as error:
         if os.environ.get("CI", "").lower() in {"1", "true"}:

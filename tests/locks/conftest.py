@@ -6,8 +6,8 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe.signals import lock_lost
-from tests.conftest import REDIS_BACKENDS, require
-from tests.servers import RedisServer, ServerPool
+from tests.conftest import REDIS_BACKENDS
+from tests.servers import RedisServer
 
 
 @pytest.fixture
@@ -26,8 +26,7 @@ def losses() -> Iterator[list[str]]:
 @pytest.fixture
 def fragile_redis(settings: Settings) -> Iterator[RedisServer]:
     """A Redis of this test alone, to be stopped and started; locks live in it by django-redis."""
-    with ServerPool() as servers:
-        server: RedisServer = require(servers, RedisServer)
+    with RedisServer() as server:
         settings.CACHES = {
             "default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": server.url}
         }

@@ -20,11 +20,11 @@ from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
-from tests.conftest import CacheSettings, require
+from tests.conftest import CacheSettings
 from tests.locks.lines import connections_to
 from tests.locks.renewals import get_lock
 from tests.processes import run_in_processes, wait_for
-from tests.servers import MemcachedServer, ServerPool
+from tests.servers import MemcachedServer
 
 MakeMemcachedCache = Callable[..., CacheSettings]
 
@@ -53,8 +53,7 @@ def memcached(
 @pytest.fixture
 def fragile(settings: Settings) -> Iterator[MemcachedServer]:
     """A memcached of this test alone, to be stopped and started, with the locks in it."""
-    with ServerPool() as servers:
-        server: MemcachedServer = require(servers, MemcachedServer)
+    with MemcachedServer() as server:
         use(settings, server)
         yield server
 

@@ -15,10 +15,10 @@ from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Eviction
 from django_celery_safe.locks.stores.redis import TAG
 from tests.clock import HeldClock
-from tests.conftest import CacheSettings, caches_of_cluster, require
+from tests.conftest import CacheSettings, caches_of_cluster
 from tests.docs.pages import page
 from tests.processes import wait_for
-from tests.servers import RedisClusterServer, ServerPool
+from tests.servers import RedisClusterServer
 
 HOW_TO = "docs/how-to/choose-where-locks-live.md"
 
@@ -50,8 +50,7 @@ def caches_by(
 @pytest.fixture
 def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
     """A cluster of this test alone, with which clients have a short socket timeout."""
-    with ServerPool() as servers:
-        server: RedisClusterServer = require(servers, RedisClusterServer)
+    with RedisClusterServer() as server:
         timeouts = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT}
         settings.CACHES = caches_of_cluster(server, **timeouts)
         yield server
@@ -60,8 +59,8 @@ def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
 @pytest.fixture(scope="module")
 def loose_cluster() -> Iterator[RedisClusterServer]:
     """A cluster of this module, in which each test moves slots of its own."""
-    with ServerPool() as servers:
-        yield require(servers, RedisClusterServer)
+    with RedisClusterServer() as server:
+        yield server
 
 
 @pytest.fixture

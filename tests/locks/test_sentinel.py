@@ -10,18 +10,17 @@ from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, iter_locks
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, require
+from tests.conftest import REDIS_BACKENDS
 from tests.locks.lines import connections_to
 from tests.locks.renewals import wait_and_release
 from tests.processes import wait_for
-from tests.servers import RedisServer, SentinelServer, ServerPool
+from tests.servers import RedisServer, SentinelServer
 
 
 @pytest.fixture
 def sentinel(settings: Settings) -> Iterator[SentinelServer]:
     """A Sentinel of this test alone; locks live in its master by django-redis' client for it."""
-    with ServerPool() as servers:
-        server: SentinelServer = require(servers, SentinelServer)
+    with SentinelServer() as server:
         settings.DJANGO_REDIS_CONNECTION_FACTORY = "django_redis.pool.SentinelConnectionFactory"
         settings.CACHES = {
             "default": {

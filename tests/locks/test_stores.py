@@ -31,9 +31,9 @@ from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache, require
+from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.locks.renewals import get_lock
-from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.servers import PostgresServer, RedisServer
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
 #: The backend of a cache and more of its settings, and what the error says.
@@ -182,9 +182,8 @@ def test_a_gone_postgres_is_not_a_held_lock(
     settings: Settings, django_db_blocker: DjangoDbBlocker
 ) -> None:
     """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
-    with ServerPool() as servers, django_db_blocker.unblock():
-        server: PostgresServer = require(servers, PostgresServer)
-        database = {**postgres_settings(server, "postgres")}
+    with PostgresServer() as server, django_db_blocker.unblock():
+        database = postgres_settings(server, "postgres")
         migrate(database)
         with registered("fragile", database):
             settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}

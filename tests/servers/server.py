@@ -28,7 +28,7 @@ class Server(Started):
         ProgramNotFound: The program is not there.
     """
 
-    #: Its name in the summary of a run.
+    #: Its name in messages.
     name: ClassVar[str]
     program: ClassVar[str]
     companions: ClassVar[tuple[str, ...]] = ()
