@@ -67,9 +67,12 @@ RedisCacheKind = Literal["django-redis", "django"]
 #: Has a broker look twice a second for messages that were not acknowledged in time.
 LOOKING_OFTEN = {"unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}
 
-REDIS_BACKENDS = {
+CACHE_BACKENDS = {
     "django-redis": "django_redis.cache.RedisCache",
     "django": "django.core.cache.backends.redis.RedisCache",
+    "memcached": "django.core.cache.backends.memcached.PyMemcacheCache",
+    "memory": "django.core.cache.backends.locmem.LocMemCache",
+    "diskcache": "diskcache.DjangoCache",
 }
 
 
@@ -174,6 +177,14 @@ def behind(bouncer: PgBouncerServer, alias: str, pool: str | None = None) -> Ite
         yield name
 
 
+def cache_at(
+    location: str, kind: str = "django-redis", alias: str = "default", **options: Any
+) -> CacheSettings:
+    """Return CACHES with one cache: of a kind of ``CACHE_BACKENDS``, or of a backend's path."""
+    backend = CACHE_BACKENDS.get(kind, kind)
+    return {alias: {"BACKEND": backend, "LOCATION": location, **options}}
+
+
 class MakeRedisCache(Protocol):
     """Makes the setting CACHES for the private Redis, emptied for this test."""
 
@@ -194,11 +205,7 @@ class MakeRedisCache(Protocol):
 def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
     """Make CACHES for the private Redis, which is emptied before the test."""
     redis_server.flush()
-
-    def make(kind: RedisCacheKind, alias: str = "default", **options: Any) -> CacheSettings:
-        return {alias: {"BACKEND": REDIS_BACKENDS[kind], "LOCATION": redis_server.url, **options}}
-
-    return make
+    return partial(cache_at, redis_server.url)
 
 
 @pytest.fixture
@@ -220,20 +227,14 @@ def caches_of_cluster(server: RedisClusterServer, **options: Any) -> CacheSettin
         "CONNECTION_FACTORY": "tests.cluster_caches.ClusterConnectionFactory",
         "REDIS_CLIENT_KWARGS": {"socket_timeout": 5, **options},
     }
-    backend = REDIS_BACKENDS["django-redis"]
-    return {"default": {"BACKEND": backend, "LOCATION": server.url, "OPTIONS": client}}
+    return cache_at(server.url, OPTIONS=client)
 
 
 @pytest.fixture
 def memcached_cache_settings(memcached_server: MemcachedServer) -> Callable[..., CacheSettings]:
     """Make CACHES for the private memcached, which is emptied before the test."""
     memcached_server.flush()
-
-    def make(alias: str = "default", **options: Any) -> CacheSettings:
-        backend = "django.core.cache.backends.memcached.PyMemcacheCache"
-        return {alias: {"BACKEND": backend, "LOCATION": memcached_server.url, **options}}
-
-    return make
+    return partial(cache_at, memcached_server.url, "memcached")
 
 
 @pytest.fixture(scope="session")
@@ -412,7 +413,7 @@ def app_on_redis(
         transport_options: Those of kombu, such as ``visibility_timeout``.
     """
     server.flush()
-    caches = {"default": {"BACKEND": REDIS_BACKENDS[locks], "LOCATION": server.url}}
+    caches = cache_at(server.url, locks)
     with override_settings(CACHES=caches, **_connect_app(server, transport_options, broker)):
         try:
             yield

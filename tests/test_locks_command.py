@@ -18,6 +18,7 @@ from django_celery_safe.leases.holder import Holder, describe_arguments
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests import commands
+from tests.conftest import cache_at
 from tests.contract.conftest import use_store
 from tests.locks.renewals import get_lock
 from tests.processes import dead_port
@@ -215,8 +216,7 @@ def test_a_store_that_is_gone_or_of_one_process(
     assert status_of_program("list", "--json") == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err[:20]) == ([], "Locks live in this p")
-    gone = f"redis://127.0.0.1:{dead_port()}/0"
-    settings.CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": gone}}
+    settings.CACHES = cache_at(f"redis://127.0.0.1:{dead_port()}/0")
     for action in ("list --json", "show a", "release a"):
         out, why = refused(*action.split())
         assert (out, "did not answer to " in why) == ("", True)

@@ -36,6 +36,7 @@ from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
+from tests.conftest import cache_at
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 
@@ -443,12 +444,7 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
     mailbox: Mailbox, settings: Settings
 ) -> None:
     """Whether the lock is free is not known then: LockBackendError, and the body does not run."""
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django.core.cache.backends.redis.RedisCache",
-            "LOCATION": f"redis://127.0.0.1:{dead_port()}",
-        }
-    }
+    settings.CACHES = cache_at(f"redis://127.0.0.1:{dead_port()}", "django")
     importing = Importing(mailbox)
     state, error = mailbox.deliver(importing.message())
     assert state == "FAILURE"

@@ -7,7 +7,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe.locks.stores import local
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase, MakeRedisCache, cache_at
 from tests.contract import cases
 
 #: Each store that processes share, by the name that its tests carry; "database" is of ``--db``.
@@ -38,12 +38,7 @@ def use_store(
         if is_limited:
             monkeypatch.setenv(cases.LIMIT, limit)
         if name == "local":
-            settings.CACHES = {
-                "default": {
-                    "BACKEND": "django.core.cache.backends.locmem.LocMemCache",
-                    "LOCATION": request.node.nodeid,
-                }
-            }
+            settings.CACHES = cache_at(request.node.nodeid, "memory")
             local.clear()
         elif name in {"database", "postgres", "mariadb"}:
             make_database: MakeDatabase = request.getfixturevalue("make_database")
@@ -58,9 +53,7 @@ def use_store(
             settings.CACHES = request.getfixturevalue("cluster_cache_settings")()
         elif name == "portable":
             folder = str(request.getfixturevalue("tmp_path") / "diskcache")
-            settings.CACHES = {
-                "default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": folder, "TIMEOUT": None}
-            }
+            settings.CACHES = cache_at(folder, "diskcache", TIMEOUT=None)
         else:
             make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
             settings.CACHES = make_cache("django-redis" if name == "django-redis" else "django")

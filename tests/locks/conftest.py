@@ -6,7 +6,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe.signals import lock_lost
-from tests.conftest import REDIS_BACKENDS
+from tests.conftest import cache_at
 from tests.servers import RedisServer
 
 
@@ -27,7 +27,5 @@ def losses() -> Iterator[list[str]]:
 def fragile_redis(settings: Settings) -> Iterator[RedisServer]:
     """A Redis of this test alone, to be stopped and started; locks live in it by django-redis."""
     with RedisServer() as server:
-        settings.CACHES = {
-            "default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": server.url}
-        }
+        settings.CACHES = cache_at(server.url)
         yield server

@@ -17,6 +17,7 @@ from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.clock import HeldClock
+from tests.conftest import cache_at
 from tests.locks.hanging import hanging, in_background
 from tests.locks.renewals import get_lock, get_remaining
 from tests.processes import wait_for
@@ -209,10 +210,7 @@ def test_a_renewal_that_hangs_holds_up_no_other(
     cache: str, seconds: float, clock: HeldClock, settings: Settings
 ) -> None:
     """While a store does not answer, leases elsewhere are renewed, and much longer ones there."""
-    memory = "django.core.cache.backends.locmem.LocMemCache"
-    settings.CACHES = {
-        alias: {"BACKEND": memory, "LOCATION": alias} for alias in ("default", "second")
-    }
+    settings.CACHES = cache_at("first", "memory") | cache_at("second", "memory", "second")
     hangs, other = cache_lock("hangs", timeout=LEASE), cache_lock("other", timeout=seconds)
     with hangs:
         settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}

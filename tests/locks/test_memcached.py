@@ -20,7 +20,7 @@ from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
-from tests.conftest import CacheSettings
+from tests.conftest import CacheSettings, cache_at
 from tests.locks.lines import connections_to
 from tests.locks.renewals import get_lock
 from tests.processes import run_in_processes, wait_for
@@ -28,7 +28,6 @@ from tests.servers import MemcachedServer
 
 MakeMemcachedCache = Callable[..., CacheSettings]
 
-BACKEND = "django.core.cache.backends.memcached.PyMemcacheCache"
 #: Timeout of the clients of servers that stop to answer, s.
 TIMEOUT = 0.3
 THIRTY_DAYS = 30 * 24 * 3600 - 1
@@ -36,7 +35,7 @@ THIRTY_DAYS = 30 * 24 * 3600 - 1
 
 def use(settings: Settings, server: MemcachedServer, **options: Any) -> None:
     """Let locks live in this server, by a client with these OPTIONS."""
-    settings.CACHES = {"default": {"BACKEND": BACKEND, "LOCATION": server.url, "OPTIONS": options}}
+    settings.CACHES = cache_at(server.url, "memcached", OPTIONS=options)
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_a_server_that_answers_nonsense_is_an_error(answer: bytes, settings: Set
 
         threading.Thread(target=reply, daemon=True).start()
         location = f"127.0.0.1:{listener.getsockname()[1]}"
-        settings.CACHES = {"default": {"BACKEND": BACKEND, "LOCATION": location}}
+        settings.CACHES = cache_at(location, "memcached")
         store, token = get_store(), "t" * 32
         asks: list[Callable[[], object]] = [
             lambda: cache_lock("x").acquire(),

@@ -17,6 +17,7 @@ from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.clock import HeldClock
+from tests.conftest import cache_at
 from tests.locks.renewals import get_lock, stop_renewing
 
 
@@ -123,9 +124,7 @@ def use(settings: Settings) -> Iterator[UseCache]:
 @pytest.fixture
 def diskcache(settings: Settings, tmp_path: Path) -> None:
     """Let locks live in a diskcache.DjangoCache."""
-    settings.CACHES = {
-        "default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": str(tmp_path / "cache")}
-    }
+    settings.CACHES = cache_at(str(tmp_path / "cache"), "diskcache")
 
 
 # Promises

@@ -13,6 +13,7 @@ from django.core.cache import caches
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock
+from tests.conftest import cache_at
 from tests.docs.pages import page
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
@@ -72,10 +73,9 @@ def run_without(tmp_path: Path) -> Run:
 def locks_alone(redis_server: RedisServer, settings: Settings) -> None:
     """Locks live in Django's RedisCache, in a database number that no other alias has."""
     redis_server.flush()
-    backend = "django.core.cache.backends.redis.RedisCache"
     settings.CACHES = {
-        "default": {"BACKEND": backend, "LOCATION": redis_server.database_url(0)},
-        "locks": {"BACKEND": backend, "LOCATION": redis_server.database_url(3)},
+        **cache_at(redis_server.database_url(0), "django"),
+        **cache_at(redis_server.database_url(3), "django", "locks"),
     }
     settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
 

@@ -13,7 +13,7 @@ from django_celery_safe import ConfigurationError, LockBackendError, cache_lock
 from django_celery_safe.inspection import lock_store
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores import redis as redis_store
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache
+from tests.conftest import MakeRedisCache, cache_at
 from tests.processes import dead_port
 from tests.servers import RedisServer
 
@@ -120,7 +120,7 @@ def node() -> Iterator[RedisServer]:
 
 def test_a_plain_client_of_a_cluster_is_refused(node: RedisServer, settings: Settings) -> None:
     """With a client for one server, the first lock and the check say that it needs another."""
-    settings.CACHES = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": node.url}}
+    settings.CACHES = cache_at(node.url, "django")
     with pytest.raises(ConfigurationError, match=r"node of Redis Cluster.*a client for Redis Clu"):
         cache_lock("x").acquire()
     texts = [message.msg for message in lock_store.check_server()]

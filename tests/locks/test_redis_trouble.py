@@ -22,7 +22,7 @@ from django_celery_safe.events import LEASES_NOT_RENEWED
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, RedisCacheKind
+from tests.conftest import RedisCacheKind, cache_at
 from tests.locks.renewals import wait_and_release
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
@@ -40,13 +40,7 @@ def impatient(
     timeouts = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT}
     kind: RedisCacheKind = getattr(request, "param", "django-redis")
     options = {"CONNECTION_POOL_KWARGS": timeouts} if kind == "django-redis" else timeouts
-    settings.CACHES = {
-        "default": {
-            "BACKEND": REDIS_BACKENDS[kind],
-            "LOCATION": fragile_redis.url,
-            "OPTIONS": options,
-        }
-    }
+    settings.CACHES = cache_at(fragile_redis.url, kind, OPTIONS=options)
     return fragile_redis
 
 
@@ -137,13 +131,8 @@ def test_a_gone_server_is_no_held_lock_for_waiters(impatient: RedisServer) -> No
 
 def test_ignored_exceptions_are_not_ignored_by_locks(settings: Settings) -> None:
     """IGNORE_EXCEPTIONS, by which a dead cache looks like an empty one, is not for locks."""
-    settings.CACHES = {
-        "default": {
-            "BACKEND": REDIS_BACKENDS["django-redis"],
-            "LOCATION": f"redis://127.0.0.1:{dead_port()}/0",
-            "OPTIONS": {"IGNORE_EXCEPTIONS": True},
-        }
-    }
+    gone = f"redis://127.0.0.1:{dead_port()}/0"
+    settings.CACHES = cache_at(gone, OPTIONS={"IGNORE_EXCEPTIONS": True})
     assert cache.get("x") is None
     for ask in (cache_lock("x").acquire, lambda: find_lock("x"), lambda: list(iter_locks())):
         with pytest.raises(LockBackendError):

@@ -10,7 +10,7 @@ from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, iter_locks
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS
+from tests.conftest import cache_at
 from tests.locks.lines import connections_to
 from tests.locks.renewals import wait_and_release
 from tests.processes import wait_for
@@ -22,19 +22,14 @@ def sentinel(settings: Settings) -> Iterator[SentinelServer]:
     """A Sentinel of this test alone; locks live in its master by django-redis' client for it."""
     with SentinelServer() as server:
         settings.DJANGO_REDIS_CONNECTION_FACTORY = "django_redis.pool.SentinelConnectionFactory"
-        settings.CACHES = {
-            "default": {
-                "BACKEND": REDIS_BACKENDS["django-redis"],
-                "LOCATION": server.url,
-                "OPTIONS": {
-                    "CLIENT_CLASS": "django_redis.client.SentinelClient",
-                    "SENTINELS": [(server.host, server.port)],
-                    "SENTINEL_KWARGS": {"socket_timeout": 1},
-                    "SOCKET_TIMEOUT": 1,
-                    "SOCKET_CONNECT_TIMEOUT": 1,
-                },
-            }
+        options = {
+            "CLIENT_CLASS": "django_redis.client.SentinelClient",
+            "SENTINELS": [(server.host, server.port)],
+            "SENTINEL_KWARGS": {"socket_timeout": 1},
+            "SOCKET_TIMEOUT": 1,
+            "SOCKET_CONNECT_TIMEOUT": 1,
         }
+        settings.CACHES = cache_at(server.url, OPTIONS=options)
         yield server
 
 

@@ -31,7 +31,7 @@ from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase, MakeRedisCache, cache_at
 from tests.locks.renewals import get_lock
 from tests.servers import PostgresServer, RedisServer
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings, tmp_path: Path) -> None:
     """A cache on which two could hold one lock says so before it is used, and what to do."""
     more, sentence = REFUSED[backend]
-    settings.CACHES = {"default": {"LOCATION": str(tmp_path), "BACKEND": backend, **more}}
+    settings.CACHES = cache_at(str(tmp_path), backend, **more)
     with pytest.raises(ConfigurationError, match=sentence):
         cache_lock("x").acquire()
 
@@ -76,13 +76,8 @@ def test_keys_of_the_current_tenant_are_refused(
     (folder / "__init__.py").touch()
     (folder / "cache.py").write_text("def make_key(key, prefix, version): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django.core.cache.backends.redis.RedisCache",
-            "LOCATION": "redis://127.0.0.1:1/0",
-            "KEY_FUNCTION": "django_tenants.cache.make_key",
-        }
-    }
+    function = "django_tenants.cache.make_key"
+    settings.CACHES = cache_at("redis://127.0.0.1:1/0", "django", KEY_FUNCTION=function)
     with pytest.raises(ConfigurationError, match=r"for each tenant.*without that KEY_FUNCTION"):
         cache_lock("x").acquire()
     monkeypatch.delitem(sys.modules, "django_tenants.cache")

@@ -473,7 +473,6 @@ def stage(
         if request.param == "rabbitmq":
             broker = servers.get(RabbitMQServer)
         if request.param == "database":
-            request.getfixturevalue("postgres_server")
             stack.enter_context(django_db_blocker.unblock())
             folder = tmp_path_factory.mktemp("database")
             ours["LOCK_DATABASE"] = stack.enter_context(_databases.alias("postgres", folder))
