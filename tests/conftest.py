@@ -29,7 +29,10 @@ from django_celery_safe.leases.lease import LeaseStore
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
+from tests.caches import CacheSettings, RedisCacheKind, cache_at, caches_of_cluster
 from tests.clock import clock as clock
+from tests.concurrency.mailbox import mailbox as mailbox
+from tests.contract.conftest import use_store as use_store
 from tests.kinds import AXIS, kind_of
 from tests.processes import CeleryWorker
 from tests.servers import (
@@ -61,19 +64,8 @@ os.environ.pop("PYTEST_ADDOPTS", None)
 #: Beginning of the reason of a skip without a server; the summary counts these.
 NOT_RUN = "not run: "
 
-CacheSettings = dict[str, dict[str, Any]]
-RedisCacheKind = Literal["django-redis", "django"]
-
 #: Has a broker look twice a second for messages that were not acknowledged in time.
 LOOKING_OFTEN = {"unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}
-
-CACHE_BACKENDS = {
-    "django-redis": "django_redis.cache.RedisCache",
-    "django": "django.core.cache.backends.redis.RedisCache",
-    "memcached": "django.core.cache.backends.memcached.PyMemcacheCache",
-    "memory": "django.core.cache.backends.locmem.LocMemCache",
-    "diskcache": "diskcache.DjangoCache",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -177,61 +169,40 @@ def behind(bouncer: PgBouncerServer, alias: str, pool: str | None = None) -> Ite
         yield name
 
 
-def cache_at(
-    location: str, kind: str = "django-redis", alias: str = "default", **options: Any
-) -> CacheSettings:
-    """Return CACHES with one cache: of a kind of ``CACHE_BACKENDS``, or of a backend's path."""
-    backend = CACHE_BACKENDS.get(kind, kind)
-    return {alias: {"BACKEND": backend, "LOCATION": location, **options}}
-
-
-class MakeRedisCache(Protocol):
-    """Makes the setting CACHES for the private Redis, emptied for this test."""
-
-    def __call__(
-        self, kind: RedisCacheKind, alias: str = "default", **options: Any
-    ) -> CacheSettings:
-        """
-        Return one entry.
-
-        Args:
-            kind: django-redis, or Django's own backend.
-            alias: The alias in CACHES.
-            options: More keys of the entry, such as ``KEY_PREFIX``.
-        """
+#: Makes CACHES for a private server, as ``cache_at`` does.
+MakeCaches = Callable[..., CacheSettings]
 
 
 @pytest.fixture
-def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
-    """Make CACHES for the private Redis, which is emptied before the test."""
+def redis_cache_settings(redis_server: RedisServer) -> MakeCaches:
+    """Make CACHES for the private Redis, emptied, by kind, alias and options."""
     redis_server.flush()
     return partial(cache_at, redis_server.url)
 
 
 @pytest.fixture
-def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+def in_redis(settings: Settings, redis_cache_settings: MakeCaches) -> None:
     """Locks live in the private Redis that tests share, emptied, by django-redis."""
-    settings.CACHES = redis_cache_settings("django-redis")
+    settings.CACHES = redis_cache_settings()
 
 
 @pytest.fixture
-def cluster_cache_settings(redis_cluster: RedisClusterServer) -> Callable[..., CacheSettings]:
+def fragile_redis(settings: Settings) -> Iterator[RedisServer]:
+    """A Redis of this test alone, to be stopped and started; locks live in it by django-redis."""
+    with RedisServer() as server:
+        settings.CACHES = cache_at(server.url)
+        yield server
+
+
+@pytest.fixture
+def cluster_cache_settings(redis_cluster: RedisClusterServer) -> MakeCaches:
     """Make CACHES for the private cluster, by django-redis; it is emptied before the test."""
     redis_cluster.flush()
     return partial(caches_of_cluster, redis_cluster)
 
 
-def caches_of_cluster(server: RedisClusterServer, **options: Any) -> CacheSettings:
-    """Return CACHES with django-redis and redis-py's client for clusters, as the docs show it."""
-    client = {
-        "CONNECTION_FACTORY": "tests.cluster_caches.ClusterConnectionFactory",
-        "REDIS_CLIENT_KWARGS": {"socket_timeout": 5, **options},
-    }
-    return cache_at(server.url, OPTIONS=client)
-
-
 @pytest.fixture
-def memcached_cache_settings(memcached_server: MemcachedServer) -> Callable[..., CacheSettings]:
+def memcached_cache_settings(memcached_server: MemcachedServer) -> MakeCaches:
     """Make CACHES for the private memcached, which is emptied before the test."""
     memcached_server.flush()
     return partial(cache_at, memcached_server.url, "memcached")

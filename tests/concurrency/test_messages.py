@@ -1,7 +1,7 @@
 """Messages of single-instance tasks that meet a lock, without a worker."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -34,9 +34,9 @@ from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
 from django_celery_safe.leases.lease import boottime, clock
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
-from tests.concurrency.holders import held_by
+from tests.caches import cache_at
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.conftest import cache_at
+from tests.locks.renewals import held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 
@@ -86,13 +86,6 @@ class Importing:
         return self.mailbox.take_one()
 
 
-@pytest.fixture
-def events() -> Iterator[list[dict[str, Any]]]:
-    """The fields of each conflict and own copy that was logged."""
-    with hearing(TASK_CONFLICT, TASK_OWN_COPY) as heard:
-        yield heard
-
-
 # Another run holds the lock.
 
 
@@ -137,13 +130,12 @@ def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -
         assert mailbox.deliver(message).value == "imported"
 
 
-def test_wait_runs_when_the_other_has_ended(
-    store: None, mailbox: Mailbox, events: list[dict[str, Any]]
-) -> None:
+def test_wait_runs_when_the_other_has_ended(store: None, mailbox: Mailbox) -> None:
     """A run that waits says so, naming the holder, and runs as soon as the lock is free."""
     importing = Importing(mailbox, on_conflict="wait", blocking_timeout=20)
     message = importing.message()
-    with held_by(LOCK, "other") as lock, ThreadPoolExecutor(1) as pool:
+    hears = hearing(TASK_CONFLICT, TASK_OWN_COPY)
+    with held_by(LOCK, "other") as lock, ThreadPoolExecutor(1) as pool, hears as events:
 
         def end_once_waited_for() -> None:
             wait_for(lambda: events, message="nobody waits")

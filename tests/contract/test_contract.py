@@ -13,8 +13,9 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock
 from tests.app.models import Person
+from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, cache_at
+from tests.conftest import MakeDatabase
 from tests.contract import cases
 from tests.contract.conftest import SHARED_STORES, params
 from tests.servers import RedisServer

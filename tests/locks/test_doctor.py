@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
+from tests.caches import cache_at
 from tests.commands import refused, run, status_of_program
-from tests.conftest import cache_at
 from tests.servers import RedisServer
 
 #: The verdict of each check on a Redis that also has the default cache, and on a database.

@@ -27,16 +27,13 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
+from tests.caches import CACHE_BACKENDS
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import CACHE_BACKENDS
-from tests.contract.conftest import use_store
 from tests.locks.renewals import get_lock
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
 from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
-
-__all__ = ["use_store"]
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("in_redis")]
 
