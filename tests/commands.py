@@ -1,7 +1,10 @@
-"""Running a management command as a person does, in this process."""
+"""Running a management command as a person does, in this process, or a program in its own."""
 
 import io
 import json
+import subprocess
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -43,3 +46,11 @@ def status_of_program(command: str, *arguments: str) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def run_python(*arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """Return what Python prints with these arguments; it has to end well, and in two minutes."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

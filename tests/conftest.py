@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
 import pytest
@@ -30,7 +29,10 @@ from django_celery_safe.leases.lease import LeaseStore
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
+from tests.caches import CacheSettings, RedisCacheKind, cache_at, caches_of_cluster
 from tests.clock import clock as clock
+from tests.concurrency.mailbox import mailbox as mailbox
+from tests.contract.conftest import use_store as use_store
 from tests.kinds import AXIS, kind_of
 from tests.processes import CeleryWorker
 from tests.servers import (
@@ -62,16 +64,8 @@ os.environ.pop("PYTEST_ADDOPTS", None)
 #: Beginning of the reason of a skip without a server; the summary counts these.
 NOT_RUN = "not run: "
 
-CacheSettings = dict[str, dict[str, Any]]
-RedisCacheKind = Literal["django-redis", "django"]
-
 #: Has a broker look twice a second for messages that were not acknowledged in time.
 LOOKING_OFTEN = {"unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}
-
-REDIS_BACKENDS = {
-    "django-redis": "django_redis.cache.RedisCache",
-    "django": "django.core.cache.backends.redis.RedisCache",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -122,35 +116,28 @@ def servers() -> Iterator[ServerPool]:
         yield pool
 
 
-def require(servers: ServerPool, kind: type[Server]) -> Any:
-    """Return a running server, or skip the test; under CI fail it."""
-    with requiring(kind):
-        return servers.get(kind)
-
-
-@contextmanager
-def requiring(kind: type[Server]) -> Iterator[None]:
-    """Skip the test if this machine does not have the server of the block; under CI fail it."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Skip a test if this machine does not have a server that it starts; under CI fail it."""
     try:
         yield
     except ProgramNotFound as error:
-        leave_out(kind.name, error)
+        leave_out(error)
 
 
-def leave_out(name: str, reason: object) -> NoReturn:
-    """Skip the test for want of something that this machine does not have; under CI fail it."""
+pytest_runtest_call = pytest_runtest_setup
+
+
+def leave_out(reason: object) -> NoReturn:
+    """Skip the test for want of something, the first word of the reason; under CI fail it."""
     if os.environ.get("CI", "").lower() in {"1", "true"}:
-        pytest.fail(f"{NOT_RUN}{name} ({reason}), and CI must run everything.")
-    pytest.skip(f"{NOT_RUN}{name} ({reason})")
+        pytest.fail(f"{NOT_RUN}{reason}, and CI must run everything.")
+    pytest.skip(f"{NOT_RUN}{reason}")
 
 
 def private(kind: type[Server]) -> Any:
     """Return a fixture that is a private server for the whole session."""
-
-    def server(servers: ServerPool) -> Any:
-        return require(servers, kind)
-
-    return pytest.fixture(server, scope="session")
+    return pytest.fixture(lambda servers: servers.get(kind), scope="session")
 
 
 redis_server = private(RedisServer)
@@ -166,9 +153,7 @@ rabbitmq_server = private(RabbitMQServer)
 @pytest.fixture
 def pgbouncer_alias(postgres_alias: str, postgres_server: PostgresServer) -> Iterator[str]:
     """The alias of a PostgreSQL database of this test, behind a PgBouncer of its own."""
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server)
-    with bouncer, behind(bouncer, postgres_alias) as alias:
+    with PgBouncerServer(postgres_server) as bouncer, behind(bouncer, postgres_alias) as alias:
         yield alias
 
 
@@ -189,66 +174,43 @@ def behind(bouncer: PgBouncerServer, alias: str, pool: str | None = None) -> Ite
         yield name
 
 
-class MakeRedisCache(Protocol):
-    """Makes the setting CACHES for the private Redis, emptied for this test."""
-
-    def __call__(
-        self, kind: RedisCacheKind, alias: str = "default", **options: Any
-    ) -> CacheSettings:
-        """
-        Return one entry.
-
-        Args:
-            kind: django-redis, or Django's own backend.
-            alias: The alias in CACHES.
-            options: More keys of the entry, such as ``KEY_PREFIX``.
-        """
+#: Makes CACHES for a private server, as ``cache_at`` does.
+MakeCaches = Callable[..., CacheSettings]
 
 
 @pytest.fixture
-def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
-    """Make CACHES for the private Redis, which is emptied before the test."""
+def redis_cache_settings(redis_server: RedisServer) -> MakeCaches:
+    """Make CACHES for the private Redis, emptied, by kind, alias and options."""
     redis_server.flush()
-
-    def make(kind: RedisCacheKind, alias: str = "default", **options: Any) -> CacheSettings:
-        return {alias: {"BACKEND": REDIS_BACKENDS[kind], "LOCATION": redis_server.url, **options}}
-
-    return make
+    return partial(cache_at, redis_server.url)
 
 
 @pytest.fixture
-def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+def in_redis(settings: Settings, redis_cache_settings: MakeCaches) -> None:
     """Locks live in the private Redis that tests share, emptied, by django-redis."""
-    settings.CACHES = redis_cache_settings("django-redis")
+    settings.CACHES = redis_cache_settings()
 
 
 @pytest.fixture
-def cluster_cache_settings(redis_cluster: RedisClusterServer) -> Callable[..., CacheSettings]:
+def fragile_redis(settings: Settings) -> Iterator[RedisServer]:
+    """A Redis of this test alone, to be stopped and started; locks live in it by django-redis."""
+    with RedisServer() as server:
+        settings.CACHES = cache_at(server.url)
+        yield server
+
+
+@pytest.fixture
+def cluster_cache_settings(redis_cluster: RedisClusterServer) -> MakeCaches:
     """Make CACHES for the private cluster, by django-redis; it is emptied before the test."""
     redis_cluster.flush()
     return partial(caches_of_cluster, redis_cluster)
 
 
-def caches_of_cluster(server: RedisClusterServer, **options: Any) -> CacheSettings:
-    """Return CACHES with django-redis and redis-py's client for clusters, as the docs show it."""
-    client = {
-        "CONNECTION_FACTORY": "tests.cluster_caches.ClusterConnectionFactory",
-        "REDIS_CLIENT_KWARGS": {"socket_timeout": 5, **options},
-    }
-    backend = REDIS_BACKENDS["django-redis"]
-    return {"default": {"BACKEND": backend, "LOCATION": server.url, "OPTIONS": client}}
-
-
 @pytest.fixture
-def memcached_cache_settings(memcached_server: MemcachedServer) -> Callable[..., CacheSettings]:
+def memcached_cache_settings(memcached_server: MemcachedServer) -> MakeCaches:
     """Make CACHES for the private memcached, which is emptied before the test."""
     memcached_server.flush()
-
-    def make(alias: str = "default", **options: Any) -> CacheSettings:
-        backend = "django.core.cache.backends.memcached.PyMemcacheCache"
-        return {alias: {"BACKEND": backend, "LOCATION": memcached_server.url, **options}}
-
-    return make
+    return partial(cache_at, memcached_server.url, "memcached")
 
 
 @pytest.fixture(scope="session")
@@ -270,53 +232,31 @@ class MakeDatabase(Protocol):
         """
 
 
-@pytest.fixture
-def make_database(
-    request: pytest.FixtureRequest,
-    _databases: Databases,
-    tmp_path: Path,
-    django_db_blocker: DjangoDbBlocker,
-) -> Iterator[MakeDatabase]:
+def making_databases(scope: Literal["function", "module"]) -> Any:
     """
-    Make migrated databases that exist until the test ends.
+    Return a fixture that makes migrated databases, which exist until the test or module ends.
 
     They are real: commits are commits, and other processes and threads see them.
     The test needs no mark ``django_db`` unless it uses the default alias too. A
     connection to PostgreSQL or MariaDB that is open after the test is an error.
     """
-    with django_db_blocker.unblock(), _making(request, _databases, tmp_path) as make:
-        yield make
+
+    def make_database(
+        _databases: Databases,
+        tmp_path_factory: pytest.TempPathFactory,
+        django_db_blocker: DjangoDbBlocker,
+    ) -> Iterator[MakeDatabase]:
+        folder = tmp_path_factory.mktemp("databases")
+        with django_db_blocker.unblock(), ExitStack() as stack:
+            yield lambda kind, alias=None: stack.enter_context(
+                _databases.alias(kind, folder, alias)
+            )
+
+    return pytest.fixture(make_database, scope=scope)
 
 
-@pytest.fixture(scope="module")
-def make_module_database(
-    request: pytest.FixtureRequest,
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: DjangoDbBlocker,
-) -> Iterator[MakeDatabase]:
-    """Make migrated databases as ``make_database`` does, that exist until the module ends."""
-    folder = tmp_path_factory.mktemp("databases")
-    with django_db_blocker.unblock(), _making(request, _databases, folder) as make:
-        yield make
-
-
-@contextmanager
-def _making(
-    request: pytest.FixtureRequest, databases: Databases, folder: Path
-) -> Iterator[MakeDatabase]:
-    """Make databases that exist until the block ends."""
-    with ExitStack() as stack:
-
-        def make(kind: DatabaseKind, alias: str | None = None) -> str:
-            if kind in {"postgres", "pgbouncer"}:
-                request.getfixturevalue("postgres_server")
-            if kind.startswith("mariadb"):
-                request.getfixturevalue("mariadb_server")
-            with requiring(PgBouncerServer):  # the others have fixtures
-                return stack.enter_context(databases.alias(kind, folder, alias))
-
-        yield make
+make_database = making_databases("function")
+make_module_database = making_databases("module")
 
 
 @pytest.fixture
@@ -337,28 +277,18 @@ def alias(db_alias: str) -> str:
     return db_alias
 
 
-@pytest.fixture
-def postgres_alias(make_database: MakeDatabase) -> str:
-    """The alias of a PostgreSQL database of this test."""
-    return make_database("postgres")
+def alias_of(kind: DatabaseKind) -> Any:
+    """Return a fixture that is the alias of a database of this kind, of the test alone."""
+    return pytest.fixture(lambda make_database: make_database(kind))
 
 
-@pytest.fixture
-def mariadb_alias(make_database: MakeDatabase) -> str:
-    """The alias of a MariaDB database of this test, in Django's default (READ COMMITTED)."""
-    return make_database("mariadb")
-
-
-@pytest.fixture
-def sqlite_alias(make_database: MakeDatabase) -> str:
-    """The alias of a SQLite file of this test, in Django's default (DEFERRED) mode."""
-    return make_database("sqlite")
-
-
-@pytest.fixture
-def sqlite_immediate_alias(make_database: MakeDatabase) -> str:
-    """The alias of a SQLite file of this test, with IMMEDIATE and WAL."""
-    return make_database("sqlite-immediate")
+postgres_alias = alias_of("postgres")
+#: In Django's default (READ COMMITTED).
+mariadb_alias = alias_of("mariadb")
+#: In Django's default (DEFERRED) mode.
+sqlite_alias = alias_of("sqlite")
+#: With IMMEDIATE and WAL.
+sqlite_immediate_alias = alias_of("sqlite-immediate")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -459,7 +389,7 @@ def app_on_redis(
         transport_options: Those of kombu, such as ``visibility_timeout``.
     """
     server.flush()
-    caches = {"default": {"BACKEND": REDIS_BACKENDS[locks], "LOCATION": server.url}}
+    caches = cache_at(server.url, locks)
     with override_settings(CACHES=caches, **_connect_app(server, transport_options, broker)):
         try:
             yield

@@ -1,10 +1,9 @@
 """The backend of Django's tasks is never in the way."""
 
-import subprocess
-import sys
-
 import django
 import pytest
+
+from tests.commands import run_python
 
 #: Prints which modules that only the backend needs were imported.
 IMPORTED = """
@@ -40,20 +39,11 @@ print(before, *found)
 
 def test_nothing_imports_the_backend() -> None:
     """Only Django does, for a project whose TASKS names it."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED],
-        env={"DJANGO_SETTINGS_MODULE": "tests.settings", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+    environment = {"DJANGO_SETTINGS_MODULE": "tests.settings", "PATH": ""}
+    assert run_python("-c", IMPORTED, env=environment) == "[]\n"
 
 
 @pytest.mark.skipif(django.VERSION < (6, 0), reason="Django 5.2 has no tasks.")
 def test_a_task_makes_no_celery_app() -> None:
     """One that is defined before the project's app must not become that of other threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", DEFINED], capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout, done.returncode) == ("None True\n", 0), done.stderr
+    assert run_python("-c", DEFINED) == "None True\n"

@@ -35,10 +35,10 @@ from django_celery_safe.sending.relay import Relay
 from tests import checking
 from tests.app.models import Person
 from tests.checking import NAME, REDIS, add_task, app, app_without_tasks, no_faults, reindex
-from tests.conftest import MakeDatabase, UseBroker, require
+from tests.conftest import MakeDatabase, UseBroker
 from tests.processes import CeleryWorker, Journal, wait_for
 from tests.routing import runs_in
-from tests.servers import RedisServer, ServerPool
+from tests.servers import RedisServer
 from tests.servers.databases import gone_settings, registered, sqlite_settings
 
 HOUR = 3600
@@ -190,8 +190,7 @@ def test_the_server_of_the_locks(settings: Settings) -> None:
     """With --deploy: a server that is silent, may evict locks, or refuses what locks need."""
     assert checking.found() == {}
     assert "could not be asked" in checking.found(deploy=True)["W010"].msg
-    with ServerPool() as servers:
-        server: RedisServer = require(servers, RedisServer)
+    with RedisServer() as server:
         settings.CACHES = locks_in(REDIS["BACKEND"], LOCATION=server.url)["CACHES"]
         for memory, policy, evicts in (
             ("0", "volatile-lru", False),
@@ -514,8 +513,7 @@ def test_the_checks_wait_until_the_pool_has_forked(
     settings.DJANGO_CELERY_SAFE = {}
     use_broker()
     journal = Journal(tmp_path / "forks")
-    with ServerPool() as servers:
-        server: RedisServer = require(servers, RedisServer)
+    with RedisServer() as server:
         settings.CACHES = {"default": {**REDIS, "LOCATION": server.url}}
         with (
             server.silence(),

@@ -21,11 +21,11 @@ from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import lock_lost
 from tests.app.models import Person
 from tests.app.tasks import add
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.idempotency.test_claims_in_trouble import gateway
 from tests.idempotency.test_flags_race import end_sessions
+from tests.listening import receiving
 from tests.locks.lines import Line
 from tests.processes import wait_for
 from tests.routing import AllIn
@@ -35,7 +35,7 @@ from tests.servers import PostgresServer
 from tests.servers.databases import SERVERS, DatabaseKind, end_own_session
 from tests.statements import at_statement
 
-__all__ = ["gateway", "mailbox"]
+__all__ = ["gateway"]
 
 
 @pytest.fixture
@@ -149,20 +149,13 @@ def test_a_relay_whose_session_was_ended_reports_no_outage(
     carried = Carried(mailbox, alias)
     stop = threading.Event()
     relay = Relay(alias)
-
-    def send_then_stop(**kwargs: Any) -> None:
-        stop.set()
-
     relay.drain()
     with dying_sender(alias):
         carried.task.apply_async_on_commit(("x",), using=alias)
     carried.make_due()
     end_own_session(alias)
-    after_task_publish.connect(send_then_stop)
-    try:
+    with receiving(after_task_publish, lambda **kwargs: stop.set()):
         relay.run(stop)
-    finally:
-        after_task_publish.disconnect(send_then_stop)
     assert mailbox.take_one().args == ["x"]
     assert "can't be reached" not in caplog.text
 

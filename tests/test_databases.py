@@ -107,20 +107,14 @@ def test_a_database_that_is_not_there_is_an_error() -> None:
     assert message.hint == "Name another alias for the rows of idempotent shop.charge: default."
 
 
-@pytest.fixture
-def on_aria(mariadb_alias: str, settings: Settings) -> str:
-    """A MariaDB whose tables of this app, and of a model, have no transactions."""
+def test_tables_without_transactions_are_refused(mariadb_alias: str, settings: Settings) -> None:
+    """E002 names them where databases may be asked; other checks ask no server."""
     settings.DATABASE_ROUTERS = [AllIn(mariadb_alias)]
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": mariadb_alias}
     with connections[mariadb_alias].cursor() as cursor:
         cursor.execute("SET foreign_key_checks = 0")
         for model in (DatabaseLock, IdempotencyRecord, OutboxMessage, Person):
             cursor.execute(f"ALTER TABLE {model._meta.db_table} ENGINE=Aria")
-    return mariadb_alias
-
-
-def test_tables_without_transactions_are_refused(on_aria: str) -> None:
-    """E002 names them where databases may be asked; other checks ask no server."""
     with app_without_tasks("redis://127.0.0.1:1/0"):
         assert not [one for one in checks.run_checks() if "InnoDB" in str(one.hint)]
         found = next(one for one in check_deployment() if "InnoDB" in str(one.hint))

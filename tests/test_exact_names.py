@@ -29,17 +29,12 @@ PAIRS: Final = {
 NAMES: Final = sorted({name for pair in PAIRS.values() for name in pair})
 
 
-@pytest.fixture
-def alias(db_alias: str) -> Iterator[str]:
-    """The database of all of this app."""
+@pytest.fixture(autouse=True)
+def alias(db_alias: str, settings: Settings) -> Iterator[str]:
+    """The database of all of this app, its locks included."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     with routed_by(AllIn(db_alias)):
         yield db_alias
-
-
-@pytest.fixture(autouse=True)
-def _locks_in_the_database(alias: str, settings: Settings) -> None:
-    """Have the locks in that database."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
 
 
 def do(name: str) -> Any:

@@ -18,25 +18,15 @@ ERRORS: Final[list[Any]] = [
 VALUES: Final[dict[str, Any]] = {"str": "x", "int": 2, "float": 1.5, "Any": None}
 
 
-def values_of(error: Any) -> dict[str, Any]:
-    """Return a value for each field of an error."""
-    return {each.name: VALUES[each.type.partition(" ")[0]] for each in fields(error)}
-
-
 def test_errors_travel() -> None:
     """An error that was pickled or copied, or made by its args as Celery does, says the same."""
     assert ERRORS
     for kind in ERRORS:
-        values = values_of(kind)
+        values = {each.name: VALUES[each.type.partition(" ")[0]] for each in fields(kind)}
         error = kind(**values)
         assert error.args == tuple(values.values())
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), kind(*error.args)):
             assert (type(again), again.args, vars(again)) == (kind, error.args, values)
             assert str(again) == str(error)
-        needed = {name: values[name] for name in values if is_needed(kind, name)}
+        needed = {each.name: values[each.name] for each in fields(kind) if each.default is MISSING}
         assert kind(**needed).args == kind(*needed.values()).args
-
-
-def is_needed(kind: Any, name: str) -> bool:
-    """Return whether an error has no default for a field."""
-    return next(each.default is MISSING for each in fields(kind) if each.name == name)

@@ -16,14 +16,11 @@ from pytest_django import Settings
 from django_celery_safe import HeldLock, cache_lock, iter_locks
 from django_celery_safe.leases.holder import Holder, describe_arguments
 from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests import commands
-from tests.contract.conftest import use_store
-from tests.locks.renewals import get_lock
+from tests.caches import cache_at
+from tests.locks.renewals import get_lock, take_lock
 from tests.processes import dead_port
 from tests.terminal import answer
-
-__all__ = ["use_store"]
 
 pytestmark = pytest.mark.usefixtures("store")
 
@@ -57,8 +54,7 @@ def take(
     """Hold a lock so that ``left`` seconds are left of a lease, as somebody else's."""
     if by is None:
         by = Holder("web1", 4711, time.time() - age)._replace(**holder)
-    outcome = get_store().take(LockRequest(name, uuid.uuid4().hex, left, by))
-    assert isinstance(outcome, Acquired)
+    take_lock(name, uuid.uuid4().hex, left, by)
     return get_lock(name)
 
 
@@ -120,14 +116,14 @@ def test_json() -> None:
 
 def test_places() -> None:
     """Each holder of a lock of several has a line and a name of its own."""
-    holder, there = Holder("web1", 4711, time.time()), get_store()
+    holder = Holder("web1", 4711, time.time())
     for _ in range(2):
-        there.take(LockRequest("api", uuid.uuid4().hex, 600, holder, limit=4))
+        take_lock("api", uuid.uuid4().hex, 600, holder, limit=4)
     rows = {row["name"]: (row["place"], row["limit"]) for row in listed()}
     assert rows == {"api": (1, 4), "api:place:2": (2, 4)}
     assert "    web1 pid 4711, place 2 of 4\n" in run("list")
     assert run("release", "api", "--no-input") == "Released api.\n"
-    there.take(LockRequest("geo:place:17", uuid.uuid4().hex, 600, holder))
+    take_lock("geo:place:17", uuid.uuid4().hex, 600, holder)
     assert (listed()[-1]["place"], names()) == (1, ["api:place:2", "geo:place:17"])
 
 
@@ -215,8 +211,7 @@ def test_a_store_that_is_gone_or_of_one_process(
     assert status_of_program("list", "--json") == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err[:20]) == ([], "Locks live in this p")
-    gone = f"redis://127.0.0.1:{dead_port()}/0"
-    settings.CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": gone}}
+    settings.CACHES = cache_at(f"redis://127.0.0.1:{dead_port()}/0")
     for action in ("list --json", "show a", "release a"):
         out, why = refused(*action.split())
         assert (out, "did not answer to " in why) == ("", True)

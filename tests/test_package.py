@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.commands import run_python
 from tests.docs.pages import ROOT
 from tests.docs.walk import build, build_wheel
 
@@ -28,8 +27,7 @@ print(json.dumps([sorted(set(sys.modules) - before), sorted(sys.modules)]))
 
 def test_an_import_brings_nothing_else_along() -> None:
     """Neither models nor the driver of a store is imported with the package, nor any test tool."""
-    printed = subprocess.check_output([sys.executable, "-c", IMPORTS], text=True)
-    new, everything = json.loads(printed)
+    new, everything = json.loads(run_python("-c", IMPORTS))
     foreign = {name for name in new if name.partition(".")[0] != PACKAGE}
     assert foreign <= {"django.db.backends.signals"}
     for name in ("admin", "checks", "contrib", "inspection", "management", "models", "testing"):
@@ -61,9 +59,7 @@ def test_the_wheel_and_the_sdist(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "sdist", filter="data")
     (source,) = (tmp_path / "sdist").iterdir()
     assert build_wheel(tmp_path / "again", source).read_bytes() == wheel.read_bytes()
-    command = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "twine", "check", "--strict", str(wheel), str(sdist))
     # The page needs no file of the repository.
     description = str(metadata.get_payload())
     code = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)

@@ -8,16 +8,13 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock, current_claim, idempotent
 from tests.app.models import Person
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import behind, requiring
+from tests.conftest import behind
 from tests.locks.renewals import wait_for_renewals
 from tests.routing import runs_in
 from tests.sending.carrying import Carried
 from tests.servers import PgBouncerServer, PostgresServer
 from tests.stages.test_messages import STEPS, Staged, count_begun
-
-__all__ = ["mailbox"]
 
 #: Everything that a session keeps from one transaction to the next, of the session that is asked.
 #: Left out are the settings that PgBouncer restores for each of its clients, and those of a
@@ -36,22 +33,15 @@ STATE = """
 """
 
 
-def left_in_sessions(bouncer: PgBouncerServer, alias: str) -> set[str]:
-    """Return what clients left in any session of the pool."""
-    with bouncer.all_sessions(connections.settings[alias]["NAME"]) as clients:
-        return {str(row[0]) for client in clients for row in client.execute(STATE)}
-
-
 def test_everything_else(
     postgres_alias: str, postgres_server: PostgresServer, mailbox: Mailbox
 ) -> None:
     """Outbox, carried tasks, records, flags and stages work, and leave nothing in a session."""
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server)
-    with bouncer, behind(bouncer, postgres_alias) as alias:
+    with PgBouncerServer(postgres_server) as bouncer, behind(bouncer, postgres_alias) as alias:
         use_everything(alias, mailbox)
         connections[alias].close()
-        assert left_in_sessions(bouncer, alias) == set()
+        with bouncer.all_sessions(connections.settings[alias]["NAME"]) as clients:
+            assert [row for client in clients for row in client.execute(STATE)] == []
 
 
 def use_everything(alias: str, mailbox: Mailbox) -> None:
@@ -61,8 +51,7 @@ def use_everything(alias: str, mailbox: Mailbox) -> None:
     def write(task: Any, email: str) -> None:
         with transaction.atomic(using=alias):
             Person.everyone.using(alias).create(email=email)
-            claim = current_claim()
-            assert claim is not None
+            claim: Any = current_claim()
             claim.finish(email)
 
     carried.body = write
@@ -89,8 +78,7 @@ def test_locks_with_a_pool_of_their_own(
 ) -> None:
     """Locks are renewed while transactions have all sessions of the data's pool."""
     database = connections.settings[postgres_alias]["NAME"]
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server, {"locks": f"dbname={database}"}, pool_size=2)
+    bouncer = PgBouncerServer(postgres_server, {"locks": f"dbname={database}"}, pool_size=2)
     with bouncer, behind(bouncer, postgres_alias, "locks") as alias, ExitStack() as stack:
         settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
         stack.enter_context(bouncer.all_sessions(database))

@@ -1,8 +1,6 @@
 """Every signal is sent, with the fields that are declared, and its record says the same."""
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,15 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
 from django.dispatch import Signal
 
-from django_celery_safe import (
-    SafeTask,
-    cache_lock,
-    events,
-    idempotent,
-    release_lock,
-    signals,
-    single_instance,
-)
+from django_celery_safe import SafeTask, cache_lock, events, idempotent, signals, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event, emit_in_background
 from django_celery_safe.leases.holder import Holder, encode_holder
@@ -31,19 +21,17 @@ from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.models import Person
 from tests.app.tasks import add
-from tests.concurrency.conftest import mailbox
-from tests.concurrency.holders import held_by
+from tests.commands import run_python
 from tests.concurrency.mailbox import Mailbox
 from tests.docs.reference import declared
 from tests.listening import handling, receiving
-from tests.locks.conftest import fragile_redis
-from tests.locks.renewals import get_lock
+from tests.locks.renewals import free, held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.carrying import Carried
 from tests.sending.conftest import ONE_TRY, MakeApp, dying_sender, hearing, make_app, make_due
 from tests.stages.test_messages import Staged
 
-__all__ = ["fragile_redis", "mailbox", "make_app"]
+__all__ = ["make_app"]
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("in_redis")]
 
@@ -120,13 +108,6 @@ def listening() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    """A listener."""
-    with listening() as listener:
-        yield listener
-
-
-@pytest.fixture
 def get(request: pytest.FixtureRequest) -> Get:
     """A function that gets a fixture by its name, so that each test has those that it needs."""
     return request.getfixturevalue
@@ -142,11 +123,6 @@ def renew_at_once(name: str) -> Lease[Any]:
     lease.renew_at = 0.0
     renewer.add(lease)
     return lease
-
-
-def free(name: str) -> None:
-    """Free a lock, as an operator."""
-    assert release_lock(get_lock(name))
 
 
 def lose_lock(name: str = "feed:42") -> None:
@@ -204,29 +180,18 @@ def leave_in_the_outbox(get: Get) -> None:
     make_due("default")
 
 
-def drain(**options: Any) -> None:
-    """Send what is due."""
-    found = Relay(**options)
-    found.drain()
-
-
-def relay(get: Get) -> None:
-    """Send what was left."""
-    leave_in_the_outbox(get)
-    drain()
-
-
 def play_outbox(get: Get) -> None:
     """Send at the commit, relay, and fail to relay what nobody can read."""
     get("broker")
     with transaction.atomic():
         add.delay_on_commit(1)
-    relay(get)
+    leave_in_the_outbox(get)
+    Relay().drain()
     leave_in_the_outbox(get)
     OutboxMessage.objects.update(properties="no JSON")
-    drain(attempts=2)
+    Relay(attempts=2).drain()
     OutboxMessage.objects.update(due_at=Now())
-    drain(attempts=1)
+    Relay(attempts=1).drain()
 
 
 def refuse(task: Any) -> None:
@@ -265,16 +230,10 @@ def play_flags(get: Get) -> None:
 # Runs of stages.
 
 
-def staged(get: Get, **bodies: Callable[[Any], Any]) -> Staged:
-    """Return runs in a mailbox."""
-    found = Staged(get("mailbox"), "default")
-    found.bodies = bodies
-    return found
-
-
 def play_runs(get: Get) -> None:
     """Start a run, whose second stage fails."""
-    runs = staged(get, b=refuse)
+    runs = Staged(get("mailbox"), "default")
+    runs.bodies = {"b": refuse}
     runs.start("a", "b")
     runs.deliver_all()
 
@@ -352,9 +311,10 @@ def interrupt_query(**event: Any) -> None:
 
 
 @pytest.mark.parametrize("receive", [interrupt, interrupt_query])
-def test_a_time_limit_reaches_its_task(receive: Callable[..., Any], listener: Listener) -> None:
+def test_a_time_limit_reaches_its_task(receive: Callable[..., Any]) -> None:
     """A soft time limit that hits in a receiver ends the task, and not the receiver alone."""
-    with receiving(signals.lock_lost, receive), pytest.raises(SoftTimeLimitExceeded):
+    reaches = pytest.raises(SoftTimeLimitExceeded)
+    with listening() as listener, receiving(signals.lock_lost, receive), reaches:
         lose_lock()
     assert [name for name, _ in listener.heard] == ["lock_lost"]
 
@@ -368,14 +328,14 @@ def test_a_time_limit_that_is_handled_stays_handled() -> None:
             lose_lock()
 
 
-def test_a_receiver_may_use_the_app(listener: Listener) -> None:
+def test_a_receiver_may_use_the_app() -> None:
     """It takes locks and writes rows; an event that it causes itself does not come back to it."""
 
     def receive(name: str, **event: Any) -> None:
         lose_lock(f"{name}+")
         Person.everyone.create()
 
-    with receiving(signals.lock_lost, receive):
+    with listening() as listener, receiving(signals.lock_lost, receive):
         lose_lock()
     assert Person.everyone.count() == 1
     assert [fields["name"] for _, fields in listener.heard] == ["feed:42"]
@@ -415,7 +375,7 @@ import threading
 from django_celery_safe import emitting
 
 begun = threading.Event()
-emitting.emit_in_background(lambda: (begun.set(), threading.Event().wait(50)))
+emitting.emit_in_background(lambda: (begun.set(), threading.Event().wait(500)))
 begun.wait()
 """
 TOLD: Final = "from django_celery_safe import emitting; emitting.emit_in_background(print, 1)"
@@ -423,9 +383,8 @@ TOLD: Final = "from django_celery_safe import emitting; emitting.emit_in_backgro
 
 def test_the_end_of_a_process() -> None:
     """It tells of what was found right before, and waits for no receiver that hangs."""
-    for code, printed in ((TOLD, b"1\n"), (HANGING, b"")):
-        ask = [sys.executable, "-c", code]
-        assert subprocess.run(ask, timeout=40, check=True, capture_output=True).stdout == printed
+    for code, printed in ((TOLD, "1\n"), (HANGING, "")):
+        assert run_python("-c", code) == printed
 
 
 def test_who_writes_aside_leaves_no_connection(postgres_alias: str) -> None:

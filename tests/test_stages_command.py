@@ -22,14 +22,11 @@ from django_celery_safe.stages.follower import StepFollower
 from django_celery_safe.testing import run_stages
 from tests import commands
 from tests.admin.rows import work_on
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.routing import runs_in
 from tests.servers.databases import registered, sqlite_settings
 from tests.stages.tasks import note
-
-__all__ = ["mailbox"]
 
 NAME: Final = note.name
 

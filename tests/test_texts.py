@@ -2,7 +2,6 @@
 
 import logging
 from importlib import import_module
-from typing import Any
 
 import pytest
 from pytest_django import Settings
@@ -11,6 +10,7 @@ from django_celery_safe import cache_lock
 from django_celery_safe.events import MESSAGE_DEAD
 from tests.locks.test_portable import DictCache
 from tests.modules import find_modules
+from tests.sending.conftest import hearing
 
 #: Begins a line of its own in a log, and clears a terminal.
 EVIL = "gone\n2026-01-01 INFO all is well\x1b[2J"
@@ -40,20 +40,12 @@ def test_an_error_of_a_server_is_one_line_of_the_log(
 
 def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """A name, an error or an object that an event shows is escaped; its field is as it was."""
-    seen: list[Any] = []
-
-    def note(task: str, **fields: Any) -> None:
-        seen.append(task)
-
-    MESSAGE_DEAD.signal.connect(note)
-    try:
+    with hearing(MESSAGE_DEAD.signal) as heard:
         event = MESSAGE_DEAD.also("%(task)s and %(task)r, %(attempts)d: %(error)s")
         event.emit(None, task=EVIL, attempts=7, error=ValueError(EVIL))
-    finally:
-        MESSAGE_DEAD.signal.disconnect(note)
     (record,) = caplog.records
     assert record.getMessage() == f"{SHOWN} and {SHOWN!r}, 7: ValueError: {SHOWN}"
-    assert (seen, record.__dict__["safe_task"]) == ([EVIL], EVIL)
+    assert ([one["task"] for one in heard], vars(record)["safe_task"]) == ([EVIL], EVIL)
 
 
 def test_each_logger_of_the_package_escapes() -> None:

@@ -19,10 +19,7 @@ from tests.admin.pages import Visitor
 from tests.admin.rows import hold
 from tests.admin.urls import LOCKS, OUTBOX, RECORDS
 from tests.listening import handling
-from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
-
-__all__ = ["fragile_redis"]
 
 
 @contextmanager

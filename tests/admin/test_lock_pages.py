@@ -16,11 +16,7 @@ from django_celery_safe.texts import printable
 from tests.admin.pages import Visitor, every_page
 from tests.admin.rows import HOLDER, hold
 from tests.admin.urls import LOCKS
-from tests.conftest import MakeRedisCache
-from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
-
-__all__ = ["fragile_redis"]
 
 #: Names that something might not take: HTML, terminals, databases, URLs, keys.
 NAMES: Final = (
@@ -46,8 +42,7 @@ def key_of(name: str) -> str:
 def store(request: pytest.FixtureRequest, settings: Settings, root: Visitor) -> Visitor:
     """A superuser, with the locks in each store in turn."""
     if request.param == "redis":
-        make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
-        settings.CACHES = make_cache("django-redis")
+        settings.CACHES = request.getfixturevalue("redis_cache_settings")()
     elif request.param == "database":
         settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "site"}
     return root

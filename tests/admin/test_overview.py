@@ -16,10 +16,7 @@ from tests.admin import rows
 from tests.admin.pages import Page, Visitor, make_visitor, text_of
 from tests.admin.rows import HOLDER, hold
 from tests.admin.urls import FIRST
-from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
-
-__all__ = ["fragile_redis"]
 
 
 def cards(page: Page) -> dict[str, tuple[str, ...]]:

@@ -144,7 +144,7 @@ def test_the_catalog_has_what_the_code_marks(
 ) -> None:
     """``makemessages`` finds nothing new, and nothing that is gone."""
     if shutil.which("xgettext") is None:
-        leave_out("gettext", "no xgettext on the PATH")
+        leave_out("gettext has no xgettext on the PATH")
     copy = tmp_path / "package"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "static"))
     monkeypatch.chdir(copy)

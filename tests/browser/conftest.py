@@ -42,7 +42,7 @@ def browser() -> Iterator[Browser]:
     try:
         program = find_programs_folder("chromium") / "chromium"
     except ProgramNotFound:
-        leave_out("chromium", "not on the PATH")
+        leave_out("chromium is not on the PATH")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program)
         yield browser

@@ -7,8 +7,7 @@ from pytest_django import DjangoDbBlocker
 
 from tests.company.matrix import NotInstalled, play
 from tests.company.neighbours import NEIGHBOURS
-from tests.conftest import leave_out, requiring
-from tests.servers import PgBouncerServer
+from tests.conftest import leave_out
 from tests.servers.databases import Databases
 
 #: Each in a landing, or at night.
@@ -32,9 +31,9 @@ def test_beside(
 ) -> None:
     """Every flow has its right values beside a neighbour."""
     try:
-        with django_db_blocker.unblock(), requiring(PgBouncerServer):
+        with django_db_blocker.unblock():
             verdicts = play(name, _databases, tmp_path)
     except NotInstalled as error:
-        leave_out(name, error)
+        leave_out(f"{name} ({error})")
     wrong = {flow: why for flow, why in verdicts.items() if why}
     assert wrong.keys() == KNOWN.get(name, {}).keys(), f"beside {name}: {wrong}"

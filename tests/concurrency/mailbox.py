@@ -2,15 +2,16 @@
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import pytest
 from billiard.einfo import ExceptionInfo
-from celery import Celery, Task
+from celery import Celery, Task, current_app
 from celery.app import trace as tracing
 from celery.states import SUCCESS
 from django.db import connections
@@ -162,3 +163,13 @@ def end_child(request: Any, error: BaseException) -> None:
         raise error
     except BaseException:
         request.on_failure(ExceptionInfo())
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox]:
+    """A Celery app in memory, without tasks; it is the current one."""
+    before = current_app._get_current_object()
+    with closing(Mailbox()) as mailbox:
+        mailbox.app.set_current()
+        yield mailbox
+    before.set_current()

@@ -17,9 +17,9 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency.guard import find_guarded
-from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.concurrency.test_options import held_names
+from tests.locks.renewals import held_by
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -147,16 +147,6 @@ def test_a_unique_task_is_sent_once_for_each_key_of_a_call(mailbox: Mailbox) -> 
 # How it can be told.
 
 
-def on_commit(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Send in a transaction."""
-
-    def sending(task: Any) -> None:
-        with transaction.atomic():
-            send(task)
-
-    return sending
-
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "apply_async": lambda task: task.apply_async((7,), single_instance=CALL),
     "later in a chain": lambda task: chain(
@@ -165,10 +155,12 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "chord header": lambda task: chord(
         [task.si(7).set(single_instance=CALL), task.si(0)], task.si(0)
     ).delay(),
-    "apply_async_on_commit": on_commit(
+    "apply_async_on_commit": transaction.atomic(
         lambda task: task.apply_async_on_commit((7,), single_instance=CALL)
     ),
-    "send_on_commit": on_commit(lambda task: send_on_commit(task.s(7), single_instance=CALL)),
+    "send_on_commit": transaction.atomic(
+        lambda task: send_on_commit(task.s(7), single_instance=CALL)
+    ),
 }
 
 
@@ -229,9 +221,3 @@ def test_options_without_a_meaning_are_refused(
         with pytest.raises(ConfigurationError, match=sentence):
             send((7,), single_instance=options)
     assert mailbox.take() == []
-
-
-# Tasks that are not decorated.
-
-
-# Retries.

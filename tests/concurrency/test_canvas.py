@@ -10,9 +10,8 @@ from celery.exceptions import ChordError, Reject
 from django.db import transaction
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
-from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, end_child
-from tests.locks.renewals import get_lock
+from tests.locks.renewals import get_lock, held_by
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("locks_in_memory")]
 

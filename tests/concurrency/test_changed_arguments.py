@@ -1,7 +1,7 @@
 """Decorators and base classes that change arguments between a message and its function."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -30,10 +30,9 @@ def note(value: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def no_runs() -> Iterator[None]:
+def no_runs() -> None:
     """Begin without runs."""
     runs.clear()
-    return
 
 
 def with_session_first(function: Function) -> Function:

@@ -1,7 +1,7 @@
 """Messages of single-instance tasks that meet a lock, without a worker."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -34,8 +34,9 @@ from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
 from django_celery_safe.leases.lease import boottime, clock
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
-from tests.concurrency.holders import held_by
+from tests.caches import cache_at
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
+from tests.locks.renewals import held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 
@@ -85,13 +86,6 @@ class Importing:
         return self.mailbox.take_one()
 
 
-@pytest.fixture
-def events() -> Iterator[list[dict[str, Any]]]:
-    """The fields of each conflict and own copy that was logged."""
-    with hearing(TASK_CONFLICT, TASK_OWN_COPY) as heard:
-        yield heard
-
-
 # Another run holds the lock.
 
 
@@ -136,13 +130,12 @@ def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -
         assert mailbox.deliver(message).value == "imported"
 
 
-def test_wait_runs_when_the_other_has_ended(
-    store: None, mailbox: Mailbox, events: list[dict[str, Any]]
-) -> None:
+def test_wait_runs_when_the_other_has_ended(store: None, mailbox: Mailbox) -> None:
     """A run that waits says so, naming the holder, and runs as soon as the lock is free."""
     importing = Importing(mailbox, on_conflict="wait", blocking_timeout=20)
     message = importing.message()
-    with held_by(LOCK, "other") as lock, ThreadPoolExecutor(1) as pool:
+    hears = hearing(TASK_CONFLICT, TASK_OWN_COPY)
+    with held_by(LOCK, "other") as lock, ThreadPoolExecutor(1) as pool, hears as events:
 
         def end_once_waited_for() -> None:
             wait_for(lambda: events, message="nobody waits")
@@ -443,12 +436,7 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
     mailbox: Mailbox, settings: Settings
 ) -> None:
     """Whether the lock is free is not known then: LockBackendError, and the body does not run."""
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django.core.cache.backends.redis.RedisCache",
-            "LOCATION": f"redis://127.0.0.1:{dead_port()}",
-        }
-    }
+    settings.CACHES = cache_at(f"redis://127.0.0.1:{dead_port()}", "django")
     importing = Importing(mailbox)
     state, error = mailbox.deliver(importing.message())
     assert state == "FAILURE"

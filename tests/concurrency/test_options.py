@@ -170,12 +170,6 @@ KINDS: dict[str, tuple[Callable[..., Any] | None, str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """Every way to make a task."""
-    return str(request.param)
-
-
 def make_task(mailbox: Mailbox, kind: str, base: Any, **given: Any) -> Any:
     """Return a single-instance task of that kind."""
     function, template, _, options = KINDS[kind]
@@ -193,6 +187,7 @@ class ClassBasedPlain(Task):  # type: ignore[type-arg]
     run = ClassBased.run
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_key_of_the_send_is_the_key_of_the_run(
     kind: str, mailbox: Mailbox, locks_in_memory: None
 ) -> None:

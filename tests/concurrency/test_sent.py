@@ -32,25 +32,23 @@ from django_celery_safe import (
 )
 from django_celery_safe.concurrency.sent import SentLock
 from django_celery_safe.delivery import copies
-from django_celery_safe.leases.holder import HOST, Holder
+from django_celery_safe.leases.holder import HOST
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.background import settle
-from tests.clock import HeldClock, clock
-from tests.concurrency.holders import held_by
+from tests.clock import HeldClock
 from tests.concurrency.mailbox import Mailbox, Message, end_child
 from tests.concurrency.test_options import held_names
 from tests.interruption import Interruption
 from tests.listening import receiving
-from tests.locks.renewals import get_lock, get_remaining
+from tests.locks.renewals import get_lock, get_remaining, held_by
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
 from tests.versions import IS_CELERY_57
 
-__all__ = ["clock", "store"]
+__all__ = ["store"]
 
 NAME = "tests.once"
 #: The lock of a message for the number 7.
@@ -173,10 +171,9 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     """The store has shortened the message's lease, so the lease has to be renewed."""
 
     def stay(self: Any, number: int) -> None:
-        sent = get_lock(SENT)
-        assert get_remaining(sent.name) <= LEASE
+        assert get_remaining(SENT) <= LEASE
         leases = [lease for lane in renewer.lanes.values() for lease in lane.leases]
-        assert [lease.along.name for lease in leases if lease.along] == [sent.name]
+        assert [lease.along.name for lease in leases if lease.along] == [SENT]
 
     task = unique(mailbox, stay, {"timeout": LEASE})
     task.delay(7)
@@ -514,18 +511,14 @@ def test_a_message_that_expires_at_once_is_published(
     assert mailbox.take_one().id == result.id
 
 
-def hold_by_nobody(self: Any, request: LockRequest) -> HeldLock:
-    """Say that a lock is held, and no longer by whom: it was freed in between."""
-    return HeldLock(request.name, token="", holder=Holder())
-
-
 def test_a_lock_that_nobody_holds_any_more_drops_no_message(
     mailbox: Mailbox, store: type[InterruptedStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In such a race with a database the message goes out, is not a duplicate, and runs."""
     task = unique(mailbox, work, {})
     with monkeypatch.context() as patch:
-        patch.setattr(store, "take", hold_by_nobody)
+        # It is held, and no longer said by whom: it was freed in between.
+        patch.setattr(store, "take", lambda own, request: HeldLock(request.name))
         result = task.apply_async((7,), link=task.si(8))
         assert result.is_duplicate is False
         message = mailbox.take_one()

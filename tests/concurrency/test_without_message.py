@@ -13,10 +13,9 @@ from django_celery_safe import (
     release_lock,
     single_instance,
 )
-from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import KINDS, held_names, make_task
-from tests.locks.renewals import get_lock
+from tests.locks.renewals import get_lock, held_by
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -40,13 +39,6 @@ def eagerly(task: Any, *args: Any) -> Any:
     """Send the task in eager mode."""
     task.app.conf.task_always_eager = True
     return task.delay(*args).get()
-
-
-@pytest.fixture(params=[directly, by_run, by_apply, eagerly])
-def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Every way to run a task without a message."""
-    way: Callable[..., Any] = request.param
-    return way
 
 
 class Boom(Exception):
@@ -78,6 +70,7 @@ def test_the_lock_is_taken_and_freed(
     assert held_names() == []
 
 
+@pytest.mark.parametrize("call", [directly, by_run, by_apply, eagerly])
 def test_a_conflict_is_skipped(call: Callable[..., Any], mailbox: Mailbox) -> None:
     """While another run holds the lock the task returns None, and the lock stays as it is."""
     task = mailbox.task(single_instance(key="{number}")(work), base=SafeTask)

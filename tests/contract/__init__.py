@@ -2,5 +2,5 @@
 The contract of a lock store, run on every store.
 
 ``cases`` holds what a store must do, judged by witnesses outside the locks;
-``broken`` holds stores that do not, to show that the cases can fail.
+``tests.faulty`` holds stores that do not, to show that the cases can fail.
 """

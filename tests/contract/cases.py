@@ -32,12 +32,11 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.holder import Holder, place_name, place_names
 from django_celery_safe.leases.lease import Renewal, clock
-from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
+from django_celery_safe.locks.stores import get_store as store
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.memcached import MemcachedStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
-from tests.locks.renewals import stop_renewing
+from tests.locks.renewals import get_lock, get_remaining, stop_renewing, take_lock
 from tests.processes import Journal, meet, run_in_processes, start_in_process, tell, wait_for
 
 PROCESSES = 8
@@ -46,12 +45,6 @@ PROCESSES = 8
 TICK = 0.002
 
 Case = Callable[[Path], None]
-
-
-def store() -> Store:
-    """Return the store of this test, for what it can and can't do."""
-    return get_store()
-
 
 #: A lease that ends while a case waits, s.
 LEASE = 10
@@ -89,8 +82,7 @@ def hold_other_places(name: str) -> None:
     for other in place_names(name, limit()):
         if other != place(name):
             token = hashlib.md5(other.encode(), usedforsecurity=False).hexdigest()
-            outcome = store().take(LockRequest(other, token, 3600, Holder(OTHERS, 1)))
-            assert isinstance(outcome, Acquired), outcome
+            take_lock(other, token, 3600, Holder(OTHERS, 1))
 
 
 def _wait_until_free(name: str) -> None:
@@ -176,9 +168,7 @@ def late_holder_spares_the_new_one(folder: Path) -> None:
     with pytest.raises(LockLost):
         late.extend(3600)
     assert late.release() is False
-    held = find("late")
-    assert held is not None
-    assert held.token == new.token
+    assert get_lock(place("late")).token == new.token
     # It ends by its own lease.
     _wait_until_free("late")
 
@@ -209,9 +199,8 @@ def killed_and_paused_holders_lose_their_locks_by_processes(folder: Path) -> Non
         for holder, number in ((killed, signal.SIGKILL), (paused, signal.SIGSTOP)):
             holder.receive()
             os.kill(holder.pid, number)
-        left = find("killed")
-        assert left is not None
-        assert left.remaining is None or left.remaining <= LEASE + TICK
+        left = get_lock(place("killed")).remaining
+        assert left is None or left <= LEASE + TICK
         try:
             locks = [make_lock(name) for name in ("killed", "paused")]
             assert all(lock.acquire(blocking_timeout=30) for lock in locks)
@@ -247,8 +236,7 @@ def hold_and_ensure(name: str, gate: Path) -> None:
 def holder_is_shown(folder: Path) -> None:
     """A held lock is found by name and in the list, with its holder; a free one is not."""
     with make_lock("shown", timeout=20) as lock:
-        found = find("shown")
-        assert found is not None
+        found = get_lock(place("shown"))
         assert (found.name, found.token, found.fence) == (place("shown"), lock.token, lock.fence)
         assert found.holder.pid == os.getpid()
         assert found.holder.renewed is True
@@ -256,8 +244,7 @@ def holder_is_shown(folder: Path) -> None:
         if isinstance(store(), PortableStore | MemcachedStore):
             assert found.remaining is None
         else:
-            assert found.remaining is not None
-            assert 15 < found.remaining <= 20 + TICK
+            assert 15 < get_remaining(found.name) <= 20 + TICK
         assert _listed() in ([place("shown")], None)
     assert find("shown") is None
     assert _listed() in ([], None)
@@ -298,8 +285,7 @@ def operator_frees_only_what_was_seen(folder: Path) -> None:
     """An operator frees the acquisition that was seen, and no later one; nor does its holder."""
     first = make_lock("operated", timeout=60)
     assert first.acquire()
-    seen = find("operated")
-    assert seen is not None
+    seen = get_lock(place("operated"))
     assert release_lock(seen) is True
     assert find("operated") is None
     with make_lock("operated") as second:
@@ -331,11 +317,9 @@ def extend_sets_the_lease(folder: Path) -> None:
             lock.extend(seconds)
             trusted = seconds - store().early
             assert trusted - 1 < lock.remaining <= trusted + TICK
-            found = find("extended")
-            assert found is not None
+            assert find("extended")
             if not isinstance(store(), PortableStore | MemcachedStore):
-                assert found.remaining is not None
-                assert seconds - 2 < found.remaining <= seconds + TICK
+                assert seconds - 2 < get_remaining(place("extended")) <= seconds + TICK
         # Ended by its lease, not by a release.
         stop_renewing(lock)
         _wait_until_free("extended")
@@ -362,9 +346,7 @@ def acquiring_again_with_the_same_token_is_no_conflict(folder: Path) -> None:
 
     token = "0123456789abcdef" * 2
     hold_other_places("repeated")
-    first = store().take(LockRequest("repeated", token, 10, Holder("here", 1), limit=limit()))
-    again = store().take(LockRequest("repeated", token, 10, Holder("here", 1), limit=limit()))
-    assert isinstance(first, Acquired)
+    first, again = (take_lock("repeated", token, limit=limit()) for _ in range(2))
     assert again == first
     assert store().release(place("repeated"), token) is True
 
@@ -375,7 +357,7 @@ def many_are_extended_together(folder: Path) -> None:
     ours, theirs = "a" * 32, "b" * 32
     for name, token in (("one", ours), ("two", theirs)):
         hold_other_places(name)
-        store().take(LockRequest(name, token, LEASE, Holder("here", 1), limit=limit()))
+        take_lock(name, token, LEASE, limit=limit())
     renewals = [Renewal(place(name), ours, 50) for name in ("one", "two", "three")]
     assert store().extend(renewals) == [True, False, False]
     assert store().peek(place("three")) is None
@@ -389,16 +371,15 @@ def each_lease_has_its_own_length(folder: Path) -> None:
     tokens = {f"length:{number}": number * 32 for number in "123"}
     for name, token in tokens.items():
         hold_other_places(name)
-        store().take(LockRequest(name, token, 10, Holder("here", 1), limit=limit()))
+        take_lock(name, token, 10, limit=limit())
     for lengths in ([50, 50, 50], [30, 50, 50], [50, 50, 30], [30, 40, 50]):
         asked = dict(zip(tokens, lengths, strict=True))
         renewals = [Renewal(place(name), tokens[name], asked[name]) for name in tokens]
         assert store().extend(renewals) == [True] * 3
         for name, length in asked.items():
-            found = store().peek(place(name))
-            assert found is not None
+            left = get_lock(place(name)).remaining
             # None: this store does not report it.
-            assert found.remaining is None or length - 5 < found.remaining <= length + 1
+            assert left is None or length - 5 < left <= length + 1
     assert all(store().release(place(name), token) for name, token in tokens.items())
 
 

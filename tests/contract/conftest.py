@@ -7,7 +7,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe.locks.stores import local
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.caches import cache_at
 from tests.contract import cases
 
 #: Each store that processes share, by the name that its tests carry; "database" is of ``--db``.
@@ -38,31 +38,18 @@ def use_store(
         if is_limited:
             monkeypatch.setenv(cases.LIMIT, limit)
         if name == "local":
-            settings.CACHES = {
-                "default": {
-                    "BACKEND": "django.core.cache.backends.locmem.LocMemCache",
-                    "LOCATION": request.node.nodeid,
-                }
-            }
+            settings.CACHES = cache_at(request.node.nodeid, "memory")
             local.clear()
-        elif name in {"database", "postgres", "mariadb"}:
-            make_database: MakeDatabase = request.getfixturevalue("make_database")
-            kind = request.getfixturevalue("db_kind") if name == "database" else name
-            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}  # type: ignore[arg-type]
-        elif name == "pgbouncer":
-            alias = request.getfixturevalue("pgbouncer_alias")
-            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-        elif name == "memcached":
-            settings.CACHES = request.getfixturevalue("memcached_cache_settings")()
-        elif name == "cluster":
-            settings.CACHES = request.getfixturevalue("cluster_cache_settings")()
+        elif name in {"database", "pgbouncer"}:
+            fixture = "db_alias" if name == "database" else "pgbouncer_alias"
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": request.getfixturevalue(fixture)}
+        elif name in {"memcached", "cluster"}:
+            settings.CACHES = request.getfixturevalue(f"{name}_cache_settings")()
         elif name == "portable":
             folder = str(request.getfixturevalue("tmp_path") / "diskcache")
-            settings.CACHES = {
-                "default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": folder, "TIMEOUT": None}
-            }
+            settings.CACHES = cache_at(folder, "diskcache", TIMEOUT=None)
         else:
-            make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
-            settings.CACHES = make_cache("django-redis" if name == "django-redis" else "django")
+            kind = "django-redis" if name == "django-redis" else "django"
+            settings.CACHES = request.getfixturevalue("redis_cache_settings")(kind)
 
     return use

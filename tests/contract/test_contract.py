@@ -13,6 +13,7 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock
 from tests.app.models import Person
+from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase
 from tests.contract import cases
@@ -144,8 +145,6 @@ def test_a_broken_store_fails(
     redis_server.flush()
     cases.hold_other_places.cache_clear()
     monkeypatch.setenv(cases.LIMIT, limit)
-    settings.CACHES = {
-        "default": {"BACKEND": f"tests.faulty.{fault}", "LOCATION": redis_server.url}
-    }
+    settings.CACHES = cache_at(redis_server.url, f"tests.faulty.{fault}")
     with pytest.raises((AssertionError, TimeoutError)):
         case(tmp_path)

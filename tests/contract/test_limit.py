@@ -120,8 +120,7 @@ def test_each_release_lets_one_waiter_in(store: str) -> None:
 def test_the_message_that_meets_itself_is_woken_by_its_own_run(use_store: UseStore) -> None:
     """A retry without delay waits for the end of the run that sent it, and no longer."""
     use_store("django-redis")
-    first = take(limit=3, task_id="id-1")
-    assert isinstance(first, Acquired)
+    assert isinstance(take(limit=3, task_id="id-1"), Acquired)
     meets = take(limit=3, task_id="id-1", patience=0.0)
     assert isinstance(meets, HeldLock)
     with ThreadPoolExecutor(1) as thread:

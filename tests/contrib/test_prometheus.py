@@ -27,11 +27,10 @@ from tests.admin import rows
 from tests.admin.conftest import _as_new, site
 from tests.admin.rows import HOLDER, hold
 from tests.docs.pages import ROOT, page
-from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
 from tests.servers.databases import gone_settings, registered
 
-__all__ = ["_as_new", "fragile_redis", "site"]
+__all__ = ["_as_new", "site"]
 
 DASHBOARD: Final = ROOT / "docs" / "dashboards" / "celery-safe.json"
 DEPLOY: Final = "docs/how-to/deploy.md"

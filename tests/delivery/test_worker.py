@@ -10,10 +10,7 @@ from celery.app.task import Context
 from django_celery_safe.delivery import endings
 from django_celery_safe.delivery.call import run_for
 from django_celery_safe.delivery.endings import in_background
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
-
-__all__ = ["mailbox"]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -22,7 +22,6 @@ from django_celery_safe.events import CLAIM_FAILED
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_lost
 from tests.app.models import Person
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.idempotency.test_claims import (
@@ -43,8 +42,6 @@ from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
 from tests.servers.databases import DatabaseKind, registered, until_somebody_waits
 from tests.statements import at_statement
-
-__all__ = ["mailbox"]
 
 
 def end_lease(alias: str) -> None:
@@ -382,12 +379,9 @@ def test_a_database_that_is_away_begins_nothing(
 ) -> None:
     """Without the record nothing is done: the database's own error reaches the caller."""
     connections[postgres_alias].close()
-    postgres_server.stop()
-    try:
-        with pytest.raises(DatabaseError), idempotent(KEY, using=postgres_alias):
-            pytest.fail("the block ran")
-    finally:
-        postgres_server.start()
+    gone = pytest.raises(DatabaseError)
+    with postgres_server.stopped(), gone, idempotent(KEY, using=postgres_alias):
+        pytest.fail("the block ran")
     with idempotent(KEY, using=postgres_alias) as claim:
         assert claim
 

@@ -27,13 +27,10 @@ from django_celery_safe.events import TASK_OWN_COPY
 from django_celery_safe.idempotency.records import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import IdempotencyRecord
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_without_message import by_apply, by_run, directly, eagerly
 from tests.conftest import MakeDatabase
 from tests.sending.conftest import hearing
-
-__all__ = ["mailbox"]
 
 NAME: Final = "tests.ordering"
 #: Time left of the lease of the other process that does the work, s.

@@ -1,10 +1,30 @@
-"""Leases and their renewals, as a test sees them in the store."""
+"""Leases and their renewals, as a test sees them in the store, and locks that others hold."""
 
-from django_celery_safe import HeldLock, cache_lock, find_lock
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from django_celery_safe import HeldLock, LockBackendError, cache_lock, find_lock, release_lock
+from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.lease import clock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
+from django_celery_safe.locks.stores import get_store
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from tests.processes import wait_for
+
+#: The holder of a lock for which nobody else is named.
+HERE = Holder("here", 1)
+
+
+def take_lock(
+    name: str, token: str = "t" * 32, seconds: float = 60, by: Holder = HERE, limit: int = 1
+) -> Acquired:
+    """Take a lock, or a place of it, that nobody renews; it has to be free."""
+    outcome = get_store().take(LockRequest(name, token, seconds, by, limit=limit))
+    assert isinstance(outcome, Acquired), outcome
+    return outcome
 
 
 def get_lock(name: str) -> HeldLock:
@@ -21,6 +41,30 @@ def get_remaining(name: str) -> float:
     return remaining
 
 
+@contextmanager
+def held_by(
+    name: str, task_id: str | None, seconds: float = 30, *, host: str = "elsewhere", pid: int = 4711
+) -> Iterator[HeldLock]:
+    """Let the run ``task_id`` in another process hold the lock during the block."""
+    store, token = get_store(), uuid.uuid4().hex
+    take_lock(name, token, seconds, Holder(host, pid, time.time(), True, "tests.other", task_id))
+    yield get_lock(name)
+    store.release(name, token)
+
+
+def free(name: str) -> None:
+    """Free a lock as an operator does."""
+    assert release_lock(get_lock(name))
+
+
+def is_answered(ask: Callable[[], bool]) -> bool:
+    """Return the answer of a store; False if it does not answer."""
+    try:
+        return ask()
+    except LockBackendError:
+        return False
+
+
 def wait_and_release(name: str) -> bool:
     """Take a lock when it is free, and give it back."""
     lock = cache_lock(name, blocking_timeout=60)
@@ -29,20 +73,12 @@ def wait_and_release(name: str) -> bool:
 
 def stop_renewing(lock: CacheLock) -> None:
     """Let a held lock's lease go on to its end, as if the thread that renews it hung."""
-    assert lock.lease is not None
-    renewer.remove(lock.lease)
+    renewer.remove(lock.lease)  # type: ignore[arg-type] # held
 
 
-def wait_for_renewals(*locks: CacheLock) -> None:
-    """Wait until each lock's lease, or each lease of this process, has begun anew; still held."""
+def wait_for_renewals() -> None:
+    """Wait until each lease of this process has begun anew."""
     since = clock.now()
-    leases = [lock.lease for lock in locks]
-    if not locks:
-        leases = [lease for lane in renewer.lanes.values() for lease in lane.leases]
+    leases = [lease for lane in renewer.lanes.values() for lease in lane.leases]
     assert leases
-    wait_for(
-        lambda: all(lease is not None and lease.asked_at > since for lease in leases),
-        30,
-        "not all were renewed",
-    )
-    assert all(lock.held for lock in locks)
+    wait_for(lambda: all(lease.asked_at > since for lease in leases), 30, "not all were renewed")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
+from tests.caches import cache_at
 from tests.commands import refused, run, status_of_program
 from tests.servers import RedisServer
 
@@ -56,12 +57,11 @@ def test_a_server_that_evicts_is_unsafe(fragile_redis: RedisServer) -> None:
 
 def test_exit_status(settings: Settings, tmp_path: Any) -> None:
     """It is 1 where locks can't be held, and 2 where nobody answers."""
-    backend = "django.core.cache.backends"
-    for name, location, status, check in (
-        ("filebased.FileBasedCache", str(tmp_path), 1, "E002"),
-        ("redis.RedisCache", "redis://127.0.0.1:1", 2, "W010"),
+    for kind, location, status, check in (
+        ("django.core.cache.backends.filebased.FileBasedCache", str(tmp_path), 1, "E002"),
+        ("django", "redis://127.0.0.1:1", 2, "W010"),
     ):
-        settings.CACHES = {"default": {"BACKEND": f"{backend}.{name}", "LOCATION": location}}
+        settings.CACHES = cache_at(location, kind)
         assert status_of_program("celery_locks", "doctor") == status
         found = verdicts(refused("celery_locks", "doctor", "--json")[0])
         assert found[check] == ("unsafe" if status == 1 else "unknown")
@@ -84,9 +84,7 @@ def test_a_broken_store_is_caught(
 ) -> None:
     """A store with this fault gets this verdict, and nothing of it is left either."""
     redis_server.flush()
-    settings.CACHES = {
-        "default": {"BACKEND": f"tests.faulty.{fault}", "LOCATION": redis_server.url}
-    }
+    settings.CACHES = cache_at(redis_server.url, f"tests.faulty.{fault}")
     arguments = ("celery_locks", "doctor", "--json")
     printed = run(*arguments) if verdict == "warning" else refused(*arguments)[0]
     found = verdicts(printed)

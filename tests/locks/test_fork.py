@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import sys
 import threading
@@ -57,13 +58,14 @@ def fork_and_go_on() -> dict[str, Any]:
     with held_clock() as clock:
         lock = cache_lock("parent's", timeout=30)
         assert lock.acquire()
-        connection = connection_id()
+        store: Any = get_store()
+        connection = store._connections.ask(("CLIENT", "ID"))[0]
         seen: dict[str, Any] = {"child": in_child(lambda: use_and_close(lock))}
         clock.advance(100)
         found = find_lock("parent's")
         seen["same token"] = found is not None and found.token == lock.token
         # Not the one that is used next: a renewal under way may have it just then.
-        clients = get_store()._connections.ask(("CLIENT", "LIST"))[0]  # type: ignore[attr-defined]
+        clients = store._connections.ask(("CLIENT", "LIST"))[0]
         seen["connection open"] = f"id={connection} ".encode() in clients
         seen["renewed"] = lock.held
         seen["released"] = lock.release()
@@ -99,8 +101,7 @@ def fork_amid_leases() -> list[str]:
     def work(lock: CacheLock) -> None:
         # Not acquire() and release(): Django's caches, and imports, have locks of their
         # own, which are not made anew in a child.
-        lease = lock.lease
-        assert lease is not None
+        lease: Any = lock.lease
         while not ended.is_set():
             renewer.remove(lease)
             renewer.add(lease)
@@ -111,7 +112,8 @@ def fork_amid_leases() -> list[str]:
             return lock.name
 
     assert lock_once() == "child's"
-    locks = [_acquire(name) for name in ("one", "other")]
+    locks = [cache_lock(name) for name in ("one", "other")]
+    assert all(lock.acquire() for lock in locks)
     threads = [threading.Thread(target=work, args=(lock,)) for lock in locks]
     # They are stopped wherever they are, within critical sections too.
     sys.setswitchinterval(1e-6)
@@ -127,44 +129,20 @@ def fork_amid_leases() -> list[str]:
 
 def in_child(function: Callable[[], Any]) -> Any:
     """Return what a function returns in a fork of this process; "hung" after a minute."""
-    return start_child(function)()
-
-
-def start_child(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Start a function in a fork of this process; return what waits for its answer."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
             theirs.send(function())
         os._exit(0)
     theirs.close()
-
-    def wait_for_answer() -> Any:
-        answer = "hung"
-        try:
-            if ours.poll(60):
-                answer = ours.recv()
-            else:
-                os.kill(child, 9)
-        except EOFError:
-            answer = "raised"
-        os.waitpid(child, 0)
-        return answer
-
-    return wait_for_answer
-
-
-def connection_id() -> int:
-    """Return the number that Redis gave to this thread's connection for locks."""
-    store: Any = get_store()
-    return int(store._connections.ask(("CLIENT", "ID"))[0])
-
-
-def _acquire(name: str) -> CacheLock:
-    lock = cache_lock(name)
-    assert lock.acquire()
-    return lock
+    answer = "hung"
+    try:
+        if ours.poll(60):
+            answer = ours.recv()
+        else:
+            os.kill(child, 9)
+    except EOFError:
+        answer = "raised"
+    os.waitpid(child, 0)
+    return answer

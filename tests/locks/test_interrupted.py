@@ -137,8 +137,7 @@ def test_a_lock_stays_where_it_was_taken(fragile_redis: RedisServer) -> None:
         assert find_lock("moved") is None
         lock.ensure()
         lock.extend(60)
-    found = get_lock("moved")
-    assert found.token == lock.token
+    assert get_lock("moved").token == lock.token
     assert get_remaining("moved") > 30
     with override_settings(CACHES=memory):
         assert lock.release()

@@ -9,32 +9,26 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from pytest_django import Settings
 
-from django_celery_safe import LockBackendError, cache_lock, find_lock, release_lock
+from django_celery_safe import LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases import renewer as renewing
 from django_celery_safe.leases.lease import Lease, Renewal
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.local import LocalStore
+from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.locks.hanging import hanging, in_background
-from tests.locks.renewals import get_lock, get_remaining
+from tests.locks.renewals import free, get_remaining
 from tests.processes import wait_for
 
 LEASE = 30
 
 
-def free(name: str) -> None:
-    """Free a lock as an operator does."""
-    assert release_lock(get_lock(name))
-
-
 def thread_of(lock: CacheLock) -> threading.Thread:
     """Return the thread that renews a lock."""
-    assert lock.lease is not None
-    assert lock.lease.lane is not None
-    thread = lock.lease.lane._thread
-    assert thread is not None
+    lease: Any = lock.lease
+    thread: threading.Thread = lease.lane._thread
     return thread
 
 
@@ -188,8 +182,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     with hanging("extend") as extend:
         lease = Lease(get_store(), "released", "token", LEASE, clock.now() - LEASE, print)
         renewer.add(lease)
-        thread = lease.lane._thread  # type: ignore[union-attr]
-        assert thread is not None
+        thread: Any = lease.lane._thread  # type: ignore[union-attr]
         assert extend.began.wait(30)
         renewer.remove(lease)
         # The thread of an hour's lease may hang for as long; finish() has a transaction open.
@@ -209,10 +202,7 @@ def test_a_renewal_that_hangs_holds_up_no_other(
     cache: str, seconds: float, clock: HeldClock, settings: Settings
 ) -> None:
     """While a store does not answer, leases elsewhere are renewed, and much longer ones there."""
-    memory = "django.core.cache.backends.locmem.LocMemCache"
-    settings.CACHES = {
-        alias: {"BACKEND": memory, "LOCATION": alias} for alias in ("default", "second")
-    }
+    settings.CACHES = cache_at("first", "memory") | cache_at("second", "memory", "second")
     hangs, other = cache_lock("hangs", timeout=LEASE), cache_lock("other", timeout=seconds)
     with hangs:
         settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}

@@ -8,17 +8,17 @@ import pytest
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks, release_lock
+from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeCaches, MakeDatabase
 from tests.locks.hanging import hanging
 from tests.locks.lines import Line, line_to
-from tests.locks.renewals import get_lock
+from tests.locks.renewals import free
 from tests.processes import wait_for
 from tests.servers import MemcachedServer, RedisServer
 from tests.servers.databases import DatabaseKind
@@ -26,7 +26,7 @@ from tests.servers.databases import DatabaseKind
 
 @pytest.fixture
 def redis_line(
-    settings: Settings, redis_server: RedisServer, redis_cache_settings: MakeRedisCache
+    settings: Settings, redis_server: RedisServer, redis_cache_settings: MakeCaches
 ) -> Iterator[Line]:
     """The line to Redis, where locks live."""
     with line_to(redis_server.port) as line:
@@ -97,8 +97,7 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     """A release on a connection that had broken before it tells of a lock that was freed."""
     lock = cache_lock("freed")
     assert lock.acquire()
-    seen = get_lock("freed")
-    assert release_lock(seen)
+    free("freed")
     connection = get_store()._connections.idle[-1]  # type: ignore[attr-defined]
     redis_line.drop()
     # The end of the connection has arrived.
@@ -169,9 +168,8 @@ def test_a_lock_that_was_handed_on_leaves_the_list(
     store = get_store()
     with cache_lock("handed on"):
         # A waiter leaves its mark, and gives up.
-        assert isinstance(
-            store.take(LockRequest("handed on", "w" * 32, 60, Holder(), 0.0)), HeldLock
-        )
+        met = store.take(LockRequest("handed on", "w" * 32, 60, Holder(), 0.0))
+        assert isinstance(met, HeldLock)
     assert list(iter_locks()) == []
     with redis_server.client() as admin:
         assert admin.zcard(store._listing) == 0  # type: ignore[attr-defined]

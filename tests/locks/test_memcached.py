@@ -18,17 +18,14 @@ from django_celery_safe import ConfigurationError, LockBackendError, cache_lock,
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
+from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.conftest import CacheSettings, require
+from tests.conftest import MakeCaches
 from tests.locks.lines import connections_to
-from tests.locks.renewals import get_lock
+from tests.locks.renewals import get_lock, take_lock
 from tests.processes import run_in_processes, wait_for
-from tests.servers import MemcachedServer, ServerPool
+from tests.servers import MemcachedServer
 
-MakeMemcachedCache = Callable[..., CacheSettings]
-
-BACKEND = "django.core.cache.backends.memcached.PyMemcacheCache"
 #: Timeout of the clients of servers that stop to answer, s.
 TIMEOUT = 0.3
 THIRTY_DAYS = 30 * 24 * 3600 - 1
@@ -36,14 +33,12 @@ THIRTY_DAYS = 30 * 24 * 3600 - 1
 
 def use(settings: Settings, server: MemcachedServer, **options: Any) -> None:
     """Let locks live in this server, by a client with these OPTIONS."""
-    settings.CACHES = {"default": {"BACKEND": BACKEND, "LOCATION": server.url, "OPTIONS": options}}
+    settings.CACHES = cache_at(server.url, "memcached", OPTIONS=options)
 
 
 @pytest.fixture
 def memcached(
-    settings: Settings,
-    memcached_cache_settings: MakeMemcachedCache,
-    memcached_server: MemcachedServer,
+    settings: Settings, memcached_cache_settings: MakeCaches, memcached_server: MemcachedServer
 ) -> MemcachedServer:
     """The private memcached that tests share, emptied, with the locks in it."""
     settings.CACHES = memcached_cache_settings()
@@ -53,8 +48,7 @@ def memcached(
 @pytest.fixture
 def fragile(settings: Settings) -> Iterator[MemcachedServer]:
     """A memcached of this test alone, to be stopped and started, with the locks in it."""
-    with ServerPool() as servers:
-        server: MemcachedServer = require(servers, MemcachedServer)
+    with MemcachedServer() as server:
         use(settings, server)
         yield server
 
@@ -117,7 +111,7 @@ def test_a_server_that_answers_nonsense_is_an_error(answer: bytes, settings: Set
 
         threading.Thread(target=reply, daemon=True).start()
         location = f"127.0.0.1:{listener.getsockname()[1]}"
-        settings.CACHES = {"default": {"BACKEND": BACKEND, "LOCATION": location}}
+        settings.CACHES = cache_at(location, "memcached")
         store, token = get_store(), "t" * 32
         asks: list[Callable[[], object]] = [
             lambda: cache_lock("x").acquire(),
@@ -162,7 +156,7 @@ def test_a_silent_server_is_an_error(
 def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -> None:
     """A renewal gives up after its own time or the client's, whichever is less; others wait on."""
     patient = get_store()
-    assert isinstance(patient.take(LockRequest("kept", "a" * 32, 60, Holder("here", 1))), Acquired)
+    take_lock("kept", "a" * 32)
     use(settings, fragile, timeout=0.1, connect_timeout=0.1)
     impatient = get_store()
     renewal = [Renewal("kept", "a" * 32, 60)]
@@ -212,9 +206,7 @@ def test_an_item_outlives_its_lease_by_a_tick(seconds: float, memcached: Memcach
     """
     store, token = get_store(), "a" * 32
     began_at = memcached.count("time")
-    assert isinstance(
-        store.take(LockRequest("ticking", token, seconds, Holder("here", 1))), Acquired
-    )
+    take_lock("ticking", token, seconds)
     assert end_of(memcached, "ticking") >= began_at + seconds + 1
     for within in (None, 5.0):
         # From a lease that would end much later, or else an extension could do nothing.
@@ -252,7 +244,7 @@ def test_a_release_wins_against_a_renewal(
 ) -> None:
     """A release frees the lock for good, though a renewal comes between its two requests."""
     store, token = get_store(), "a" * 32
-    assert isinstance(store.take(LockRequest("raced", token, 60, Holder("here", 1))), Acquired)
+    take_lock("raced", token)
     cas, renewed = Client.cas, list[bool]()
 
     def renew_before(client: Client, *args: Any, **options: Any) -> Any:
@@ -281,7 +273,7 @@ APART: dict[str, dict[str, Any]] = {
 
 
 def test_caches_with_other_keys_do_not_meet(
-    settings: Settings, memcached_cache_settings: MakeMemcachedCache
+    settings: Settings, memcached_cache_settings: MakeCaches
 ) -> None:
     """KEY_PREFIX, VERSION and the client's prefix keep locks apart."""
     settings.CACHES = {}
@@ -309,11 +301,8 @@ def use_own_locks(number: int, times: int = 100) -> str:
     store = get_store()
     name, token = f"own:{number}", f"{number:032}"
     for _ in range(times):
-        assert isinstance(
-            store.take(LockRequest(name, token, 60, Holder("here", number))), Acquired
-        )
-        found = store.peek(name)
-        assert found is not None
+        take_lock(name, token, by=Holder("here", number))
+        found = get_lock(name)
         assert (found.token, found.holder.pid) == (token, number)
         assert store.extend([Renewal(name, token, 60)]) == [True]
         assert store.release(name, token) is True

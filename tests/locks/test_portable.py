@@ -13,11 +13,10 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock, find_lock
 from django_celery_safe.exceptions import LockBackendError, LockLost
-from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
+from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.locks.renewals import get_lock, stop_renewing
+from tests.locks.renewals import get_lock, stop_renewing, take_lock
 
 
 class DictCache(BaseCache):
@@ -123,9 +122,7 @@ def use(settings: Settings) -> Iterator[UseCache]:
 @pytest.fixture
 def diskcache(settings: Settings, tmp_path: Path) -> None:
     """Let locks live in a diskcache.DjangoCache."""
-    settings.CACHES = {
-        "default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": str(tmp_path / "cache")}
-    }
+    settings.CACHES = cache_at(str(tmp_path / "cache"), "diskcache")
 
 
 # Promises
@@ -142,15 +139,14 @@ def test_a_lease_is_trusted_for_a_second_less(
         assert lock.remaining == trusted - 1
         lock.ensure()
         assert lock.remaining == trusted
-        found = get_lock("trusted")
-        assert found.remaining is None
+        assert get_lock("trusted").remaining is None
 
 
 def test_a_lock_in_the_end_of_its_lease_is_left_to_end(diskcache: None, clock: HeldClock) -> None:
     """In the last 3 s of a lease a release deletes nothing: it might be someone else's by then."""
     store, token = get_store(), "a" * 32
     for remaining, deleted in ((3.1, True), (None, True), (2.9, False), (0.0, False)):
-        assert isinstance(store.take(LockRequest("x", token, 60, Holder("here", 1))), Acquired)
+        take_lock("x", token)
         assert store.release("x", token, remaining) is True
         assert (store.peek("x") is None) is deleted
     with cache_lock("short", timeout=60) as lock:
@@ -219,5 +215,4 @@ def test_an_extension_never_makes_two_trust(use: UseCache) -> None:
             lock.ensure()
         assert not lock.held
         assert lock.release() is False
-    found = get_lock("x")
-    assert found.token == "b" * 32
+    assert get_lock("x").token == "b" * 32

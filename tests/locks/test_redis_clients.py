@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ from django.core.cache import caches
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock
+from tests.caches import cache_at
+from tests.commands import run_python
 from tests.docs.pages import page
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
@@ -44,46 +43,23 @@ print("done")
 #: The clients in the order in which the docs show them.
 CLIENTS = ["django-redis", "django"]
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-
-@pytest.fixture
-def run_without(tmp_path: Path) -> Run:
-    """Run Python with the settings of this test, in processes that can't import these modules."""
-
-    def run(modules: list[str], *command: str) -> "subprocess.CompletedProcess[str]":
-        for name in modules:
-            text = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
-            (tmp_path / f"{name}.py").write_text(text)
-        path = os.pathsep.join([str(tmp_path), str(ROOT)])
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**os.environ, **settings_environment(), "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-
-    return run
-
-
-@pytest.fixture
-def locks_alone(redis_server: RedisServer, settings: Settings) -> None:
-    """Locks live in Django's RedisCache, in a database number that no other alias has."""
+def test_locks_without_django_redis(
+    redis_server: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
+    """With redis alone every module can be imported, and locks work."""
     redis_server.flush()
-    backend = "django.core.cache.backends.redis.RedisCache"
     settings.CACHES = {
-        "default": {"BACKEND": backend, "LOCATION": redis_server.database_url(0)},
-        "locks": {"BACKEND": backend, "LOCATION": redis_server.database_url(3)},
+        **cache_at(redis_server.database_url(0), "django"),
+        **cache_at(redis_server.database_url(3), "django", "locks"),
     }
     settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
-
-
-def test_locks_without_django_redis(run_without: Run, locks_alone: None) -> None:
-    """With redis alone every module can be imported, and locks work."""
-    done = run_without(["django_redis", "hiredis"], "-W", "error", "-c", USES)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    for name in ("django_redis", "hiredis"):
+        text = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, **settings_environment(), "PYTHONPATH": path}
+    assert run_python("-W", "error", "-c", USES, env=environment) == "done\n"
 
 
 @pytest.mark.parametrize("kind", CLIENTS)

@@ -2,23 +2,23 @@
 
 import contextlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock, iter_locks
+from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Eviction
 from django_celery_safe.locks.stores.redis import TAG
+from tests.caches import CacheSettings, caches_of_cluster
 from tests.clock import HeldClock
-from tests.conftest import CacheSettings, caches_of_cluster, require
 from tests.docs.pages import page
+from tests.locks.renewals import is_answered, wait_and_release
 from tests.processes import wait_for
-from tests.servers import RedisClusterServer, ServerPool
+from tests.servers import RedisClusterServer
 
 HOW_TO = "docs/how-to/choose-where-locks-live.md"
 
@@ -26,11 +26,15 @@ HOW_TO = "docs/how-to/choose-where-locks-live.md"
 SOCKET_TIMEOUT = 1.0
 
 
-@pytest.fixture
-def caches_by(
-    redis_cluster: RedisClusterServer, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], CacheSettings]:
-    """Make CACHES in the cluster by each client; by django-redis as the docs show it."""
+@pytest.fixture(params=["django-redis", "django"])
+def cluster(
+    request: pytest.FixtureRequest,
+    redis_cluster: RedisClusterServer,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> RedisClusterServer:
+    """The cluster, emptied, with the locks in it by each client; django-redis as in the docs."""
+    redis_cluster.flush()
     blocks = [block.code for block in page(HOW_TO).blocks()]
     module, code = (code for code in blocks if "ClusterConnectionFactory" in code)
     monkeypatch.setitem(sys.modules, "shop.caches", shop_caches := ModuleType("shop.caches"))
@@ -39,19 +43,15 @@ def caches_by(
     shown = names["CACHES"]["locks"]
     options = shown["OPTIONS"]["REDIS_CLIENT_KWARGS"]
     django = {"BACKEND": "tests.cluster_caches.ClusterCache", "OPTIONS": options}
-
-    def make(client: str) -> CacheSettings:
-        cache = shown if client == "django-redis" else django
-        return {"default": {**cache, "LOCATION": redis_cluster.url}}
-
-    return make
+    cache = shown if request.param == "django-redis" else django
+    settings.CACHES = {"default": {**cache, "LOCATION": redis_cluster.url}}
+    return redis_cluster
 
 
 @pytest.fixture
 def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
     """A cluster of this test alone, with which clients have a short socket timeout."""
-    with ServerPool() as servers:
-        server: RedisClusterServer = require(servers, RedisClusterServer)
+    with RedisClusterServer() as server:
         timeouts = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT}
         settings.CACHES = caches_of_cluster(server, **timeouts)
         yield server
@@ -60,8 +60,8 @@ def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
 @pytest.fixture(scope="module")
 def loose_cluster() -> Iterator[RedisClusterServer]:
     """A cluster of this module, in which each test moves slots of its own."""
-    with ServerPool() as servers:
-        yield require(servers, RedisClusterServer)
+    with RedisClusterServer() as server:
+        yield server
 
 
 @pytest.fixture
@@ -72,35 +72,18 @@ def movable(loose_cluster: RedisClusterServer, settings: Settings) -> RedisClust
     return loose_cluster
 
 
-def wait_and_release(lock: CacheLock, waits: threading.Event) -> bool:
-    """Take a lock that is held when it is free, and give it back."""
-    assert not lock.acquire()
-    waits.set()
-    return lock.acquire(blocking_timeout=None) and lock.release()
-
-
 @contextlib.contextmanager
-def waiting_for(name: str) -> Iterator[None]:
+def waiting_for(name: str, cluster: RedisClusterServer) -> Iterator[None]:
     """Have another thread wait for a lock, which the block frees."""
-    waits = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(wait_and_release, cache_lock(name), waits)
-        assert waits.wait(30)
+        waiting = thread.submit(wait_and_release, name)
+        cluster.node_of(TAG).wait_for_waiters()
         yield
         assert waiting.result(30)
 
 
-@pytest.mark.parametrize("client", ["django-redis", "django"])
-def test_each_client(
-    client: str,
-    caches_by: Callable[[str], CacheSettings],
-    redis_cluster: RedisClusterServer,
-    settings: Settings,
-    clock: HeldClock,
-) -> None:
+def test_each_client(cluster: RedisClusterServer, clock: HeldClock) -> None:
     """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
-    redis_cluster.flush()
-    settings.CACHES = caches_by(client)
     assert "redis cluster" in get_store().where
     assert get_store().ask_eviction() == Eviction("noeviction", 0, spares_locks=True)
     locks = [cache_lock(f"lock:{number}", timeout=30) for number in range(10)]
@@ -111,7 +94,7 @@ def test_each_client(
     clock.advance(11)
     assert all(lock.remaining > 25 for lock in locks)
     locks[0].extend(60)
-    with waiting_for("lock:0"):
+    with waiting_for("lock:0", cluster):
         assert locks[0].release()
     with cache_lock("few", limit=2) as one, cache_lock("few", limit=2) as two:
         assert one
@@ -145,9 +128,7 @@ def test_a_waiter_outlives_a_move(movable: RedisClusterServer) -> None:
     """A waiter goes on waiting at the node that its lock has moved to, and gets the lock."""
     lock = cache_lock("waited for", timeout=60)
     assert lock.acquire()
-    with waiting_for("waited for"):
-        with movable.node_of(TAG).client() as client:
-            wait_for(lambda: client.info("clients")["blocked_clients"], 30, "nobody waits")
+    with waiting_for("waited for", movable):
         movable.move(TAG)
         assert lock.release()
 
@@ -171,13 +152,6 @@ def test_nodes_that_are_gone(fragile: RedisClusterServer) -> None:
     with pytest.raises(LockBackendError):
         cache_lock("lost", blocking_timeout=None).acquire()
     gone.start()
-
-    def works() -> bool:
-        try:
-            return lock.acquire()
-        except LockBackendError:
-            return False
-
-    wait_for(works, 30, "the node did not come back")
+    wait_for(lambda: is_answered(lock.acquire), 30, "the node did not come back")
     assert [held.name for held in iter_locks()] == ["lost"]
     assert lock.release()

@@ -1,9 +1,11 @@
-"""Redis in trouble while locks are held and waited for: errors are clear, nothing is mixed up."""
+"""Redis in trouble, or refusing, with locks in it: errors are clear, nothing is mixed up."""
 
 import json
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from django.core.cache import cache
 from pytest_django import Settings
 
 from django_celery_safe import (
+    ConfigurationError,
     HeldLock,
     LockBackendError,
     LockLost,
@@ -19,10 +22,14 @@ from django_celery_safe import (
     iter_locks,
 )
 from django_celery_safe.events import LEASES_NOT_RENEWED
+from django_celery_safe.inspection import lock_store
 from django_celery_safe.locks.stores import get_store
+from django_celery_safe.locks.stores import redis as redis_store
 from django_celery_safe.locks.stores.redis_connections import Connections
+from tests.caches import RedisCacheKind, cache_at
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, RedisCacheKind
+from tests.conftest import MakeCaches
+from tests.docs.pages import page
 from tests.locks.renewals import wait_and_release
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
@@ -40,32 +47,13 @@ def impatient(
     timeouts = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT}
     kind: RedisCacheKind = getattr(request, "param", "django-redis")
     options = {"CONNECTION_POOL_KWARGS": timeouts} if kind == "django-redis" else timeouts
-    settings.CACHES = {
-        "default": {
-            "BACKEND": REDIS_BACKENDS[kind],
-            "LOCATION": fragile_redis.url,
-            "OPTIONS": options,
-        }
-    }
+    settings.CACHES = cache_at(fragile_redis.url, kind, OPTIONS=options)
     return fragile_redis
 
 
 def key_of(name: str) -> str:
     """Return the key of a lock."""
     return str(cache.make_key(f"celery_safe:lock:{name}"))
-
-
-def start_waiting(pool: ThreadPoolExecutor, server: RedisServer, name: str) -> "Future[bool]":
-    """Have another thread wait for a lock that is held; it waits when this returns."""
-    waiting = pool.submit(wait_and_release, name)
-    wait_for_waiters(server, 1)
-    return waiting
-
-
-def wait_for_waiters(server: RedisServer, number: int) -> None:
-    """Wait until so many clients wait at the server."""
-    with server.client() as admin:
-        wait_for(lambda: admin.info("clients")["blocked_clients"] == number, 20, "too few wait")
 
 
 # Scripts forgotten, connections cut
@@ -90,7 +78,8 @@ def test_forgotten_scripts_are_sent_again(
         assert find_lock("flushed") is not None
         admin.script_flush()
         assert not other.acquire()
-        waiting = start_waiting(pool, redis_server, "flushed")
+        waiting = pool.submit(wait_and_release, "flushed")
+        redis_server.wait_for_waiters()
         admin.script_flush()
         assert lock.release()
         assert waiting.result(10) is True
@@ -129,7 +118,8 @@ def test_a_gone_server_is_no_held_lock_for_waiters(impatient: RedisServer) -> No
     """A waiter whose server stays away gets an error, not False."""
     with ThreadPoolExecutor(1) as pool:
         assert cache_lock("gone").acquire()
-        waiting = start_waiting(pool, impatient, "gone")
+        waiting = pool.submit(wait_and_release, "gone")
+        impatient.wait_for_waiters()
         impatient.kill()
         with pytest.raises(LockBackendError):
             waiting.result(60)
@@ -137,13 +127,8 @@ def test_a_gone_server_is_no_held_lock_for_waiters(impatient: RedisServer) -> No
 
 def test_ignored_exceptions_are_not_ignored_by_locks(settings: Settings) -> None:
     """IGNORE_EXCEPTIONS, by which a dead cache looks like an empty one, is not for locks."""
-    settings.CACHES = {
-        "default": {
-            "BACKEND": REDIS_BACKENDS["django-redis"],
-            "LOCATION": f"redis://127.0.0.1:{dead_port()}/0",
-            "OPTIONS": {"IGNORE_EXCEPTIONS": True},
-        }
-    }
+    gone = f"redis://127.0.0.1:{dead_port()}/0"
+    settings.CACHES = cache_at(gone, OPTIONS={"IGNORE_EXCEPTIONS": True})
     assert cache.get("x") is None
     for ask in (cache_lock("x").acquire, lambda: find_lock("x"), lambda: list(iter_locks())):
         with pytest.raises(LockBackendError):
@@ -168,7 +153,8 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
     kept, other = cache_lock("kept", timeout=60), cache_lock("other", timeout=60)
     with ThreadPoolExecutor(1) as pool, kept, hearing(LEASES_NOT_RENEWED) as failed:
         assert other.acquire()
-        waiting = start_waiting(pool, impatient, "kept")
+        waiting = pool.submit(wait_and_release, "kept")
+        impatient.wait_for_waiters()
         with impatient.silence():
             for action in actions:
                 with pytest.raises(LockBackendError):
@@ -196,7 +182,8 @@ def test_locks_without_memory(
     locks = [cache_lock(f"held:{number}", timeout=30) for number in range(3)]
     assert all(lock.acquire() for lock in locks)
     with fragile_redis.client() as admin, ThreadPoolExecutor(1) as pool:
-        waiting = start_waiting(pool, fragile_redis, "held:0")
+        waiting = pool.submit(wait_and_release, "held:0")
+        fragile_redis.wait_for_waiters()
         admin.config_set("maxmemory-policy", "noeviction")
         admin.config_set("maxmemory", "1")
         with pytest.raises(LockBackendError, match=r"OutOfMemory|OOM"):
@@ -332,12 +319,12 @@ def test_many_waiters_need_no_pool(fragile_redis: RedisServer, settings: Setting
     assert lock.acquire()
     with ThreadPoolExecutor(60) as pool, fragile_redis.client() as admin:
         waiting = [pool.submit(wait_and_release, "wanted") for _ in range(60)]
-        wait_for_waiters(fragile_redis, 60)
+        fragile_redis.wait_for_waiters(60)
         with ThreadPoolExecutor(10) as users:
             assert list(users.map(set_and_get, range(10))) == list(range(10))
         # All of them at once, as when a proxy between them and the server restarts.
         admin.client_kill_filter(_type="normal", skipme=True)
-        wait_for_waiters(fragile_redis, 60)
+        fragile_redis.wait_for_waiters(60)
         assert lock.release()
         assert all(one.result(60) for one in waiting)
     assert set_and_get(11) == 11
@@ -348,3 +335,109 @@ def set_and_get(number: int) -> int:
     """Use the cache for what it is for."""
     cache.set(f"x:{number}", number)
     return int(cache.get(f"x:{number}"))
+
+
+# Servers that refuse
+
+
+@pytest.fixture
+def admin(
+    redis_server: RedisServer, redis_cache_settings: MakeCaches, settings: Settings
+) -> Iterator[Any]:
+    """Restricts the user of the docs, who has the locks and may do just what locks need."""
+    url = f"redis://locks:secret@{redis_server.host}:{redis_server.port}/0"
+    settings.CACHES = redis_cache_settings("django", LOCATION=url)
+    with redis_server.client() as admin:
+        admin.execute_command(*documented_acl())
+        yield admin
+        get_store().close()
+        admin.acl_deluser("locks")
+
+
+def documented_acl() -> list[str]:
+    """Return the command by which the docs make a user for locks."""
+    text = page("docs/how-to/choose-where-locks-live.md").text
+    (found,) = re.findall(r"^ACL SETUSER [^`]+", text, re.MULTILINE)
+    return str(found).split()
+
+
+def find_refused() -> list[str]:
+    """Return the commands that the check names as refused, with the server's errors."""
+    words = "refuses to this user what locks need: "
+    texts = [message.msg for message in lock_store.check_server()]
+    return [text.partition(words)[2] for text in texts if words in text]
+
+
+def test_the_commands_that_are_listed_are_enough(admin: Any) -> None:
+    """A user that may run the listed commands alone can lock, wait, renew, list and release."""
+    with cache_lock("listed", timeout=60) as lock:
+        assert not cache_lock("listed", blocking_timeout=0.4).acquire()
+        lock.ensure()
+        (held,) = get_store().iter_locks()
+        assert held.name == "listed"
+    assert find_refused() == []
+
+
+@contextmanager
+def refusing_by_acl() -> Iterator[None]:
+    """Let the block end in an error that says what to do about the ACL, or in none."""
+    error: LockBackendError | None = None
+    try:
+        yield
+    except LockBackendError as caught:
+        error = caught
+    assert error is None or re.search("ACL does not let.*celery_locks doctor", str(error))
+
+
+def test_a_refused_command_leaves_no_lock_of_nobody(admin: Any) -> None:
+    """An acquisition that the ACL refuses holds nothing; the check names the command."""
+    for command in redis_store.COMMANDS:
+        admin.execute_command("ACL", "SETUSER", "locks", f"-{command}")
+        for _ in range(150 if command == "zremrangebyscore" else 1):
+            lock = cache_lock("refused")
+            acquired = False
+            with refusing_by_acl():
+                acquired = lock.acquire()
+            assert admin.exists(":1:celery_safe:lock:refused") == acquired
+            if acquired:
+                with refusing_by_acl():
+                    lock.release()
+            admin.delete(":1:celery_safe:lock:refused")
+        (refused,) = find_refused()
+        assert refused.startswith(f"{command} ")
+        assert ";" not in refused  # no other command
+        admin.execute_command("ACL", "SETUSER", "locks", f"+{command}")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("REPLICAOF", "127.0.0.1", dead_port()), "is a replica.*read.only replica.*the primary"),
+        (("CONFIG", "SET", "maxmemory", 1), "memory is full.*used memory.*maxmemory"),
+        (("CONFIG", "SET", "min-replicas-to-write", 1), "takes no writes while.*NOREPLICAS"),
+        (("CONFIG", "SET", "requirepass", "secret"), "user and password.*settings"),
+    ],
+    ids=["replica", "memory", "replicas", "password"],
+)
+def test_a_refusal_is_not_called_silence(
+    command: tuple[Any, ...], said: str, fragile_redis: RedisServer
+) -> None:
+    """A server that refuses is told apart from one that does not answer, with what to do."""
+    with fragile_redis.client() as admin:
+        admin.execute_command(*command)
+    with pytest.raises(LockBackendError, match=f"refused to acquire.*{said}") as caught:
+        cache_lock("refused").acquire()
+    assert "is up" not in str(caught.value)
+
+
+def test_a_plain_client_of_a_cluster_is_refused(settings: Settings) -> None:
+    """With a client for one server, the first lock and the check say that it needs another."""
+    refused = pytest.raises(
+        ConfigurationError, match=r"node of Redis Cluster.*a client for Redis Clu"
+    )
+    with RedisServer(cluster=True) as node:
+        settings.CACHES = cache_at(node.url, "django")
+        with refused:
+            cache_lock("x").acquire()
+        texts = [message.msg for message in lock_store.check_server()]
+    assert any("is a node of Redis Cluster" in text for text in texts)

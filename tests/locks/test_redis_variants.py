@@ -3,20 +3,20 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
-from django.core.cache import caches
+from django.core.cache import cache
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
-from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
+from tests.caches import RedisCacheKind
 from tests.clock import HeldClock
-from tests.conftest import MakeRedisCache, RedisCacheKind
-from tests.locks.renewals import wait_and_release
+from tests.conftest import MakeCaches
+from tests.locks.renewals import get_lock, take_lock, wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisServer
 
@@ -99,7 +99,7 @@ def test_locks_work(
     kind: RedisCacheKind,
     entry: dict[str, Any],
     settings: Settings,
-    redis_cache_settings: MakeRedisCache,
+    redis_cache_settings: MakeCaches,
     redis_server: RedisServer,
     cut: Cut,
     clock: HeldClock,
@@ -118,8 +118,7 @@ def check_exclusion() -> None:
     listed = {one.name: one for one in iter_locks()}
     assert sorted(listed) == sorted(NAMES)
     for lock in locks:
-        for found in (find_lock(lock.name), listed[lock.name]):
-            assert found is not None
+        for found in (get_lock(lock.name), listed[lock.name]):
             assert (found.name, found.token, found.fence) == (lock.name, lock.token, lock.fence)
             assert found.holder.pid
             assert found.holder.renewed
@@ -148,7 +147,7 @@ def check_life(cut: Cut, clock: HeldClock) -> None:
         (lock.ensure, None),
         (renew, True),
         (lambda: lock.extend(60), None),
-        (lambda: find_lock("life").token == lock.token, True),  # type: ignore[union-attr]
+        (lambda: get_lock("life").token == lock.token, True),
         (lambda: [one.token == lock.token for one in iter_locks()], [True]),
         (cache_lock("life").acquire, False),
         (lock.release, True),
@@ -177,7 +176,7 @@ def test_aliases_with_other_keys_are_other_lock_spaces(
     kind: RedisCacheKind,
     other: dict[str, Any],
     settings: Settings,
-    redis_cache_settings: MakeRedisCache,
+    redis_cache_settings: MakeCaches,
 ) -> None:
     """Two aliases that differ in what makes their keys, and only that, share no lock."""
     settings.CACHES = {
@@ -201,50 +200,36 @@ def test_aliases_with_other_keys_are_other_lock_spaces(
 
 
 @pytest.fixture
-def index(in_redis: None, redis_server: RedisServer) -> Iterator["Index"]:
-    """The list of the locks in the default cache."""
+def count_listed(in_redis: None, redis_server: RedisServer) -> Iterator[Callable[[], int]]:
+    """Count the locks on the list of the default cache, as the server has it."""
     with redis_server.client() as admin:
-        yield Index(admin, caches["default"].make_key("celery_safe:locks"))
-
-
-class Index:
-    """The sorted set that lists the locks, as the server has it."""
-
-    def __init__(self, admin: Any, key: str) -> None:
-        self.admin = admin
-        self.key = key
-
-    def __len__(self) -> int:
-        return int(self.admin.zcard(self.key))
+        yield partial(admin.zcard, cache.make_key("celery_safe:locks"))
 
 
 def abandon(names: list[str], seconds: float) -> None:
     """Take locks that nobody will renew nor release."""
-    store = get_store()
     for number, name in enumerate(names):
-        outcome = store.take(LockRequest(name, f"{number:032}", seconds, Holder("here", 1)))
-        assert isinstance(outcome, Acquired)
+        take_lock(name, f"{number:032}", seconds)
 
 
-def test_the_list_forgets_abandoned_locks(index: Index) -> None:
+def test_the_list_forgets_abandoned_locks(count_listed: Callable[[], int]) -> None:
     """Locks that ended by their lease are never shown, and leave the list as others are taken."""
     abandon([f"abandoned:{number}" for number in range(200)], 0.001)
-    assert len(index) > 0
+    assert count_listed() > 0
     wait_for(lambda: not list(iter_locks()), 20, "an expired lock is shown")
     # One acquisition in a hundred trims, so the chance of a failure is one in 10^13.
-    wait_for(lambda: take_others(100) and not len(index), 10, "they are in the list still")
+    wait_for(lambda: take_others(100) and not count_listed(), 10, "they are in the list still")
 
 
 def take_others(number: int) -> bool:
     """Take and free a lock, over and over."""
-    store = get_store()
     for _ in range(number):
-        assert isinstance(store.take(LockRequest("other", "t" * 32, 30, Holder())), Acquired)
-        assert store.release("other", "t" * 32)
+        take_lock("other", "t" * 32)
+        assert get_store().release("other", "t" * 32)
     return True
 
 
-def test_the_list_holds_still_for_what_stays(index: Index) -> None:
+def test_the_list_holds_still_for_what_stays(count_listed: Callable[[], int]) -> None:
     """Locks that stay are all listed, and the list ends, while others come and go between pages."""
     store, renew = get_store(), get_store().extend
     staying, going = ([f"{kind}:{number}" for number in range(2500)] for kind in ("stays", "goes"))
@@ -263,4 +248,4 @@ def test_the_list_holds_still_for_what_stays(index: Index) -> None:
             some = range(len(listed) % 2500, 2500, 3)
             assert all(renew([Renewal(staying[one], f"{one:032}", 3600) for one in some]))
     assert set(staying) <= set(listed)
-    assert len(index) > 2500
+    assert count_listed() > 2500

@@ -89,7 +89,6 @@ def test_a_lock_around_the_transaction_is_right(warned: Callable[[], list[str]])
             with cache_lock("balance"):
                 pass
 
-    result = Case("test").run()
-    assert result is not None
+    result: Any = Case("test").run()
     assert result.wasSuccessful(), result.failures + result.errors
     assert warned() == []

@@ -1,7 +1,7 @@
 """Locks in a Redis that Sentinel watches, through django-redis: a failover moves them along."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,33 +9,27 @@ from django.core.cache import cache
 from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, iter_locks
+from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, require
 from tests.locks.lines import connections_to
-from tests.locks.renewals import wait_and_release
+from tests.locks.renewals import is_answered, wait_and_release
 from tests.processes import wait_for
-from tests.servers import RedisServer, SentinelServer, ServerPool
+from tests.servers import RedisServer, SentinelServer
 
 
 @pytest.fixture
 def sentinel(settings: Settings) -> Iterator[SentinelServer]:
     """A Sentinel of this test alone; locks live in its master by django-redis' client for it."""
-    with ServerPool() as servers:
-        server: SentinelServer = require(servers, SentinelServer)
+    with SentinelServer() as server:
         settings.DJANGO_REDIS_CONNECTION_FACTORY = "django_redis.pool.SentinelConnectionFactory"
-        settings.CACHES = {
-            "default": {
-                "BACKEND": REDIS_BACKENDS["django-redis"],
-                "LOCATION": server.url,
-                "OPTIONS": {
-                    "CLIENT_CLASS": "django_redis.client.SentinelClient",
-                    "SENTINELS": [(server.host, server.port)],
-                    "SENTINEL_KWARGS": {"socket_timeout": 1},
-                    "SOCKET_TIMEOUT": 1,
-                    "SOCKET_CONNECT_TIMEOUT": 1,
-                },
-            }
+        options = {
+            "CLIENT_CLASS": "django_redis.client.SentinelClient",
+            "SENTINELS": [(server.host, server.port)],
+            "SENTINEL_KWARGS": {"socket_timeout": 1},
+            "SOCKET_TIMEOUT": 1,
+            "SOCKET_CONNECT_TIMEOUT": 1,
         }
+        settings.CACHES = cache_at(server.url, OPTIONS=options)
         yield server
 
 
@@ -52,25 +46,13 @@ def replicate(server: RedisServer) -> None:
         wait_for(lambda: client.info("replication")["slave0"]["offset"] >= offset)
 
 
-def without_backend_errors(ask: Callable[[], bool]) -> Callable[[], bool]:
-    """Return ``ask`` as one that says no when the store does not answer, and fails otherwise."""
-
-    def retry_on_disconnect() -> bool:
-        try:
-            return ask()
-        except LockBackendError:
-            return False
-
-    return retry_on_disconnect
-
-
 def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldClock) -> None:
     """Locks that the replica has are held, excluded and renewed in it after a planned failover."""
     with cache_lock("renewed", timeout=600) as lock, cache_lock("asked") as other:
         replicate(sentinel.first)
         sentinel.fail_over()
         # The old master is a replica and has the connections still: it refuses to write.
-        wait_for(without_backend_errors(lambda: not cache_lock("asked").acquire()), 40)
+        wait_for(lambda: is_answered(lambda: not cache_lock("asked").acquire()), 40)
         other.ensure()
         lock.ensure()
         clock.advance(201)
@@ -89,18 +71,15 @@ def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
     """With the master killed nobody is told that a lock is held; then the replica has them all."""
     with ThreadPoolExecutor(1) as pool, cache_lock("before", timeout=60) as lock:
         waiting = pool.submit(wait_and_release, "before")
-        with sentinel.first.client() as client:
-            wait_for(lambda: client.info("clients")["blocked_clients"], 30, "nobody waits")
+        sentinel.first.wait_for_waiters()
         replicate(sentinel.first)
         sentinel.first.kill()
         with pytest.raises(LockBackendError, match="acquire"):
             cache_lock("after").acquire()
         after = cache_lock("after")
-        wait_for(without_backend_errors(after.acquire), 40, "no lock could be taken")
+        wait_for(lambda: is_answered(after.acquire), 40, "no lock could be taken")
         assert holds(sentinel.second, "after")
-        assert lock.fence is not None
-        assert after.fence is not None
-        assert after.fence > lock.fence
+        assert after.fence > lock.fence  # type: ignore[operator]
         lock.ensure()
         assert not cache_lock("before").acquire()
         assert after.release()

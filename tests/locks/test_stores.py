@@ -26,14 +26,15 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import database, get_store, redis
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.models import DatabaseLock
+from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache, require
-from tests.locks.renewals import get_lock
-from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.conftest import MakeCaches, MakeDatabase
+from tests.locks.renewals import get_lock, take_lock
+from tests.servers import PostgresServer, RedisServer
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
 #: The backend of a cache and more of its settings, and what the error says.
@@ -62,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings, tmp_path: Path) -> None:
     """A cache on which two could hold one lock says so before it is used, and what to do."""
     more, sentence = REFUSED[backend]
-    settings.CACHES = {"default": {"LOCATION": str(tmp_path), "BACKEND": backend, **more}}
+    settings.CACHES = cache_at(str(tmp_path), backend, **more)
     with pytest.raises(ConfigurationError, match=sentence):
         cache_lock("x").acquire()
 
@@ -76,13 +77,8 @@ def test_keys_of_the_current_tenant_are_refused(
     (folder / "__init__.py").touch()
     (folder / "cache.py").write_text("def make_key(key, prefix, version): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django.core.cache.backends.redis.RedisCache",
-            "LOCATION": "redis://127.0.0.1:1/0",
-            "KEY_FUNCTION": "django_tenants.cache.make_key",
-        }
-    }
+    function = "django_tenants.cache.make_key"
+    settings.CACHES = cache_at("redis://127.0.0.1:1/0", "django", KEY_FUNCTION=function)
     with pytest.raises(ConfigurationError, match=r"for each tenant.*without that KEY_FUNCTION"):
         cache_lock("x").acquire()
     monkeypatch.delitem(sys.modules, "django_tenants.cache")
@@ -146,14 +142,13 @@ class InPlainTestCase(TestCase):
             with cache_lock("x", timeout=30) as lock:
                 assert lock
                 assert not cache_lock("x").acquire()
-                found = get_lock("x")
-                assert found.holder.renewed is False
+                assert get_lock("x").holder.renewed is False
             assert find_lock("x") is None
 
 
 @pytest.mark.parametrize("kind", ["django-redis", "django"])
 def test_two_round_trips(
-    kind: str, settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+    kind: str, settings: Settings, redis_cache_settings: MakeCaches, redis_server: RedisServer
 ) -> None:
     """Acquire and release cost one command each on the server."""
     settings.CACHES = redis_cache_settings(kind)  # type: ignore[arg-type]
@@ -165,7 +160,7 @@ def test_two_round_trips(
 
 
 def test_django_redis_and_rediscache_share_a_lock(
-    settings: Settings, redis_cache_settings: MakeRedisCache
+    settings: Settings, redis_cache_settings: MakeCaches
 ) -> None:
     """The two Redis backends with one database and prefix see the same locks."""
     settings.CACHES = {
@@ -182,9 +177,8 @@ def test_a_gone_postgres_is_not_a_held_lock(
     settings: Settings, django_db_blocker: DjangoDbBlocker
 ) -> None:
     """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
-    with ServerPool() as servers, django_db_blocker.unblock():
-        server: PostgresServer = require(servers, PostgresServer)
-        database = {**postgres_settings(server, "postgres")}
+    with PostgresServer() as server, django_db_blocker.unblock():
+        database = postgres_settings(server, "postgres")
         migrate(database)
         with registered("fragile", database):
             settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}
@@ -283,13 +277,13 @@ def test_a_message_that_is_delivered_twice_at_once_takes_one_place(
 ) -> None:
     """The second of two deliveries, which saw both places free, gives its own back."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
-    store, holder = get_store(), Holder(task="t", task_id="twice")
-    assert isinstance(store.take(LockRequest("x", "1" * 32, 30, holder, limit=2)), Acquired)
+    holder = Holder(task="t", task_id="twice")
+    take_lock("x", "1" * 32, 30, holder, limit=2)
     look, looks = DatabaseStore._held, iter([[HeldLock("other"), None]])
     monkeypatch.setattr(
         DatabaseStore, "_held", lambda own, names: next(looks, None) or look(own, names)
     )
-    met = store.take(LockRequest("x", "2" * 32, 30, holder, limit=2))
+    met = get_store().take(LockRequest("x", "2" * 32, 30, holder, limit=2))
     assert isinstance(met, HeldLock)
     assert met.token == "1" * 32
     assert [lock.token for lock in iter_locks()] == ["1" * 32]

@@ -52,9 +52,8 @@ class FunctionProcess:
     def __init__(self, process: ForkServerProcess, pipe: "Connection[Any, Any]") -> None:
         self.process = process
         self.pipe = pipe
-        assert process.pid is not None
         #: The process id.
-        self.pid: int = process.pid
+        self.pid: Any = process.pid
         self._handle = psutil.Process(process.pid)
 
     @property
@@ -108,7 +107,14 @@ class FunctionProcess:
         while True:
             if not self.pipe.poll(max(0, deadline - time.monotonic())):
                 raise TimeoutError(f"Process {self.pid} {wanted} nothing for {timeout:g} s.")
-            kind, value = self._read(wanted)
+            try:
+                kind, value = self.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self.process.join()
+                raise FunctionFailed(
+                    f"Process {self.pid} ended with status {self.process.exitcode} "
+                    f"and {wanted} nothing."
+                ) from None
             if kind == wanted:
                 return value
             if kind == "raised":
@@ -116,21 +122,13 @@ class FunctionProcess:
             if kind == "returned":
                 raise FunctionFailed(f"Process {self.pid} returned and {wanted} nothing.")
 
-    def _read(self, wanted: str) -> tuple[str, Any]:
-        try:
-            kind, value = self.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            raise FunctionFailed(
-                f"Process {self.pid} ended with status {self.process.exitcode} "
-                f"and {wanted} nothing."
-            ) from None
-        return kind, value
-
 
 @contextmanager
 def start_in_process(
-    function: Callable[..., Any], *args: Any, settings: Mapping[str, Any] | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    settings: Mapping[str, Any] | None = None,
+    barrier: Barrier | None = None,
 ) -> Iterator[FunctionProcess]:
     """
     Run a function in another process while the block runs.
@@ -141,9 +139,21 @@ def start_in_process(
         function: Found there by its module and name.
         args: Pickled.
         settings: Django settings of that process on top of the test's own.
+        barrier: It begins when all who share this are set up.
     """
-    with _start(function, args, settings, None) as running:
+    ours, theirs = _context.Pipe()
+    name = (function.__module__, function.__qualname__)
+    environment = {**os.environ, **settings_environment(settings)}
+    process = _context.Process(
+        target=_run, args=(environment, name, pickle.dumps(args), theirs, barrier), daemon=True
+    )
+    process.start()
+    theirs.close()
+    running = FunctionProcess(process, ours)
+    try:
         yield running
+    finally:
+        running.close()
 
 
 def run_in_processes(
@@ -180,7 +190,7 @@ def run_in_processes(
                 failures.append(failure)
 
     with ExitStack() as stack:
-        starts = (_start(function, args, None, barrier) for _ in range(count))
+        starts = (start_in_process(function, *args, barrier=barrier) for _ in range(count))
         running = {one.pipe: one for one in map(stack.enter_context, starts)}
         while running and not failures:
             ready = wait(list(running), max(0, deadline - time.monotonic()))
@@ -193,28 +203,6 @@ def run_in_processes(
             collect(wait(list(running), 0))
             raise min(failures, key=lambda failure: BrokenBarrierError.__name__ in str(failure))
     return results
-
-
-@contextmanager
-def _start(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    settings: Mapping[str, Any] | None,
-    barrier: Barrier | None,
-) -> Iterator[FunctionProcess]:
-    ours, theirs = _context.Pipe()
-    name = (function.__module__, function.__qualname__)
-    environment = {**os.environ, **settings_environment(settings)}
-    process = _context.Process(
-        target=_run, args=(environment, name, pickle.dumps(args), theirs, barrier), daemon=True
-    )
-    process.start()
-    theirs.close()
-    running = FunctionProcess(process, ours)
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 # The code below runs in the other process.
@@ -258,7 +246,6 @@ def _run(
 
 
 def _end_with_tests() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    parent: Any = multiprocessing.parent_process()
     wait([parent.sentinel])
     os._exit(1)

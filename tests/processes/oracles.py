@@ -73,25 +73,16 @@ class Gauge:
     @contextmanager
     def inside(self, section: str = "all") -> Iterator[int]:
         """Stay in a section during the block; gives how many are in it, this one included."""
-        ticket, number = self.enter(section)
-        try:
-            yield number
-        finally:
-            self.leave(ticket)
-
-    def enter(self, section: str = "all") -> tuple[Path, int]:
-        """Enter a section; return the ticket for ``leave``, and how many are inside."""
         room = self.folder / section.encode().hex()
         room.mkdir(parents=True, exist_ok=True)
         ticket = room / f"{os.getpid()}.{uuid.uuid4().hex}"
         os.close(os.open(ticket, os.O_CREAT | os.O_EXCL))
         number = sum(1 for other in room.iterdir() if other == ticket or _is_alive(other))
         self._journal.write("enter", section=section, number=number)
-        return ticket, number
-
-    def leave(self, ticket: Path) -> None:
-        """Leave the section that ``enter`` gave this ticket for."""
-        ticket.unlink()
+        try:
+            yield number
+        finally:
+            ticket.unlink()
 
     def entered(self) -> int:
         """Return how often sections were entered."""

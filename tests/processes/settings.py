@@ -22,14 +22,7 @@ def settings_environment(changes: Mapping[str, Any] | None = None) -> dict[str, 
     Raises:
         TypeError: A setting is nothing that JSON can hold, such as a timedelta.
     """
-    values = current_settings()
-    merge_settings(values, changes or {})
-    return {"DJANGO_SETTINGS_MODULE": "tests.settings", VARIABLE: json.dumps(values)}
-
-
-def current_settings() -> dict[str, Any]:
-    """Return what differs here from tests/settings.py as another process would read it."""
-    return {
+    values = {
         **overridden_settings(),
         "CACHES": django_settings.CACHES,
         "DATABASES": {
@@ -38,6 +31,8 @@ def current_settings() -> dict[str, Any]:
             if not lives_in_memory(database)
         },
     }
+    merge_settings(values, changes or {})
+    return {"DJANGO_SETTINGS_MODULE": "tests.settings", VARIABLE: json.dumps(values)}
 
 
 def overridden_settings() -> dict[str, Any]:

@@ -53,7 +53,7 @@ def wait_for(
 
 def dead_port() -> int:
     """Return a TCP port of 127.0.0.1 that refuses connections until this process ends."""
-    port, reservation = _hold_port(for_a_server=False)
+    port, reservation = reserve_port()
     _dead.append(reservation)
     return port
 
@@ -68,10 +68,6 @@ def reserve_port(distance: int = 0) -> tuple[int, ExitStack]:
     Args:
         distance: Also keep the port that is higher by this number; 0: only one port.
     """
-    return _hold_port(distance, for_a_server=True)
-
-
-def _hold_port(distance: int = 0, *, for_a_server: bool) -> tuple[int, ExitStack]:
     for _ in range(1000):
         port = _random.choice(PORTS)
         with ExitStack() as stack, suppress(OSError):
@@ -82,7 +78,7 @@ def _hold_port(distance: int = 0, *, for_a_server: bool) -> tuple[int, ExitStack
                 # two processes can't hold the same one. Setting the option afterwards lets a
                 # server that sets it too bind the port as well.
                 holder.bind(("127.0.0.1", one))
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, for_a_server)
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             return port, stack.pop_all()
     raise RuntimeError("No free port found on 127.0.0.1.")
 

@@ -16,10 +16,7 @@ from django_celery_safe import (
     single_instance,
 )
 from tests.concurrency.mailbox import Mailbox
-from tests.contract.conftest import use_store
 from tests.locks.renewals import get_lock
-
-__all__ = ["use_store"]
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

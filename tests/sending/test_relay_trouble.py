@@ -42,7 +42,7 @@ from tests.sending.test_relay import (
     take_from_rabbitmq,
     unique,
 )
-from tests.servers import PostgresServer, RabbitMQServer, RedisServer, Server
+from tests.servers import PostgresServer, RabbitMQServer, RedisServer
 from tests.servers.databases import registered
 
 #: An argument that no log and no row's error may show.
@@ -213,21 +213,6 @@ def test_what_rabbitmq_refuses(
 
 
 @contextmanager
-def stopped(server: Server) -> Iterator[None]:
-    """It refuses connections."""
-    server.stop()
-    try:
-        yield
-    finally:
-        server.start()
-
-
-def paused(server: RedisServer) -> Any:
-    """It accepts connections and is silent."""
-    return server.silence()
-
-
-@contextmanager
 def out_of_memory(server: RedisServer) -> Iterator[None]:
     """It takes nothing more."""
     with server.client() as client:
@@ -247,8 +232,8 @@ def other_password(server: RedisServer) -> Iterator[None]:
 
 
 TROUBLES = [
-    stopped,
-    pytest.param(paused, marks=pytest.mark.long),  # each of its tries is waited for
+    RedisServer.stopped,
+    pytest.param(RedisServer.silence, marks=pytest.mark.long),  # each of its tries is waited for
     out_of_memory,
     other_password,
 ]
@@ -266,7 +251,7 @@ def test_a_broker_that_is_gone_is_waited_for(
 ) -> None:
     """No attempt is used, the rows are given back, it is told once; then everything is sent."""
     pauses: list[float] = []
-    if trouble is paused:
+    if trouble is RedisServer.silence:
         monkeypatch.setattr(relay_module, "LONGEST_WAIT", 2.0)
     with relaying(alias) as stop:
         leave(alias, 2, task=own_task)
@@ -286,9 +271,9 @@ def test_a_broker_that_is_gone_is_waited_for(
     assert len(messages_of(caplog, "ERROR")) == 1
     assert [text for text in messages_of(caplog, "WARNING") if "relayed again" in text] != []
     published = ids(take_published(own_redis, 0))
-    # A paused server may have got what nobody could tell.
+    # A silent server may have got what nobody could tell.
     assert set(published) == set(wanted)
-    assert trouble is paused or len(published) == 3
+    assert trouble is RedisServer.silence or len(published) == 3
 
 
 @pytest.mark.usefixtures("quick")
@@ -495,7 +480,7 @@ def test_a_database_gone_in_mid_relay(
     wanted = leave(alias, 5)
     connections[alias].close()
     with ExitStack() as outage:
-        faults, record_sent = [stopped(postgres_server)], Relay._record_sent
+        faults, record_sent = [postgres_server.stopped()], Relay._record_sent
 
         def record_and_lose(*args: Any, **options: Any) -> None:
             record_sent(*args, **options)

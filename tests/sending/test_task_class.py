@@ -13,8 +13,7 @@ from django.db import connections, transaction
 
 from django_celery_safe import SafeTask, SafeTaskMixin, current_claim, send_on_commit, stages
 from django_celery_safe.models import StageStep
-from tests.concurrency.conftest import mailbox
-from tests.concurrency.mailbox import Mailbox
+from tests.concurrency.mailbox import Mailbox, mailbox
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
 from tests.sending.carrying import Carried

@@ -27,16 +27,13 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
+from tests.caches import CACHE_BACKENDS
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import REDIS_BACKENDS
-from tests.contract.conftest import use_store
 from tests.locks.renewals import get_lock
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
 from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
-
-__all__ = ["use_store"]
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("in_redis")]
 
@@ -272,7 +269,7 @@ def test_a_failing_send_leaves_the_lock_of_another(without_broker: Any, sent: Se
 
 def test_without_the_lock_store_nothing_unique_is_sent(sent: Sent, settings: Settings) -> None:
     """Whether it is a duplicate is not known: the caller gets the error, and others are sent."""
-    nowhere = {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": refusing()}
+    nowhere = {"BACKEND": CACHE_BACKENDS["django-redis"], "LOCATION": refusing()}
     settings.CACHES = {**settings.CACHES, "default": nowhere}
     for signature in (once.si(1), chain(once.si(1), add.si(1))):
         with pytest.raises(LockBackendError, match="did not answer to acquire"):

@@ -43,15 +43,11 @@ class DatabaseServer(Server):
 
     @abstractmethod
     def drop_database(self, name: str) -> None:
-        """Remove a database that nobody uses now."""
+        """Remove a database, and end the sessions of those who use it."""
 
     @abstractmethod
     def sessions(self, database: str) -> list[Any]:
         """Return who is connected to a database, with the state and the last query."""
-
-    @abstractmethod
-    def drop_used_database(self, name: str) -> None:
-        """Remove a database, and end the sessions of those who use it."""
 
     def wait_until_unused(self, name: str) -> None:
         """
@@ -65,5 +61,5 @@ class DatabaseServer(Server):
             wait_for(lambda: not self.sessions(name), DROP_PATIENCE)
         except TimeoutError:
             left = "\n".join(f"  {session}" for session in self.sessions(name))
-            self.drop_used_database(name)
+            self.drop_database(name)
             raise RuntimeError(f"Still connected to database {name}:\n{left}") from None

@@ -76,19 +76,15 @@ def end_own_session(alias: str) -> None:
         if is_postgres
         else ("KILL %s", "SELECT 1 FROM information_schema.processlist WHERE id = %s")
     )
-    other = connection.copy()
-    try:
-        with other.cursor() as cursor:
+    with closing(connection.copy()) as other, other.cursor() as cursor:
 
-            def is_gone() -> bool:
-                cursor.execute(look, [number])
-                return cursor.fetchone() is None
+        def is_gone() -> bool:
+            cursor.execute(look, [number])
+            return cursor.fetchone() is None
 
-            if not is_gone():
-                cursor.execute(kill, [number])
-            wait_for(is_gone, 30)
-    finally:
-        other.close()
+        if not is_gone():
+            cursor.execute(kill, [number])
+        wait_for(is_gone, 30)
 
 
 #: Counts the sessions that wait for a lock, by vendor.
@@ -156,13 +152,15 @@ class Databases:
         """
         alias = alias or f"{kind}-{uuid.uuid4().hex[:8]}"
         if kind == "postgres":
-            with self._copy_on(self.servers.postgres, alias, postgres_settings):
+            with self._copy_on(self.servers.get(PostgresServer), alias, postgres_settings):
                 yield alias
         elif kind == "pgbouncer":
             with (
-                self._copy_on(self.servers.postgres, f"behind-{alias}", postgres_settings) as name,
-                PgBouncerServer(self.servers.postgres) as bouncer,
-                registered(alias, pgbouncer_settings(bouncer, name)),
+                self.alias("postgres", folder, f"behind-{alias}") as behind,
+                PgBouncerServer(self.servers.get(PostgresServer)) as bouncer,
+                registered(
+                    alias, pgbouncer_settings(bouncer, connections.settings[behind]["NAME"])
+                ),
             ):
                 yield alias
         elif kind.startswith("mariadb"):
@@ -177,7 +175,7 @@ class Databases:
     @contextmanager
     def _copy_on(
         self, server: DatabaseServer, alias: str, settings: Callable[[Any, str], dict[str, Any]]
-    ) -> Iterator[str]:
+    ) -> Iterator[None]:
         template = self._templates.get(server)
         if template is None:
             original = f"template_{uuid.uuid4().hex}"
@@ -192,7 +190,7 @@ class Databases:
             server.create_database(name, template.source)
         try:
             with registered(alias, settings(server, name)):
-                yield name
+                yield
         finally:
             server.wait_until_unused(name)
             if server.try_empty_database(name, template.shape):

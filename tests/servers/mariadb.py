@@ -36,11 +36,6 @@ class MariaDBServer(DatabaseServer):
     program = "mariadbd"
     refuses_root = True
 
-    @property
-    def url(self) -> str:
-        """The server, without a database."""
-        return f"mysql://root@{self.host}:{self.port}"
-
     def prepare(self) -> None:
         """Make an empty folder: without privileges it needs no table of its own."""
         folder = self.folder / "data"
@@ -78,7 +73,9 @@ class MariaDBServer(DatabaseServer):
                     cursor.execute(statement)
 
     def drop_database(self, name: str) -> None:
-        """Remove a database that nobody uses now."""
+        """Remove a database, and end the sessions of those who use it."""
+        for session in self.sessions(name):
+            self.ask(f"KILL {session[0]}")
         self.ask(f"DROP DATABASE `{name}`")
 
     def source(self, database: str) -> list[str]:
@@ -125,12 +122,6 @@ class MariaDBServer(DatabaseServer):
         for table in emptied:
             self.ask(f"TRUNCATE `{name}`.`{table}`")
         return True
-
-    def drop_used_database(self, name: str) -> None:
-        """Remove a database, and end the sessions of those who use it."""
-        for session in self.sessions(name):
-            self.ask(f"KILL {session[0]}")
-        self.drop_database(name)
 
     def sessions(self, database: str) -> list[Any]:
         """Return who is connected to a database, with the state and the last query."""

@@ -43,11 +43,6 @@ class PgBouncerServer(Server):
         super().__init__()
         self.postgres, self.pools, self.pool_size = postgres, pools or {}, pool_size
 
-    @property
-    def url(self) -> str:
-        """The database ``postgres``."""
-        return f"postgresql://postgres@{self.host}:{self.port}/postgres"
-
     def prepare(self) -> None:
         """Write its only file; it ignores no parameter that a client asks for."""
         there = f"host={self.postgres.host} port={self.postgres.port} user=postgres"

@@ -1,9 +1,8 @@
 """Servers that start on first use and end together."""
 
 from contextlib import ExitStack
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer
 from tests.servers.server import Server
 
@@ -15,7 +14,7 @@ class ServerPool:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._servers: dict[type[Server], Server] = {}
+        self._servers: dict[type[Server], Any] = {}
 
     def get(self, kind: type[AnyServer]) -> AnyServer:
         """
@@ -26,19 +25,12 @@ class ServerPool:
         """
         if kind not in self._servers:
             self._servers[kind] = self._stack.enter_context(kind())
-        server = self._servers[kind]
-        assert isinstance(server, kind)
-        return server
+        return self._servers[kind]
 
     @property
     def redis(self) -> RedisServer:
         """The Redis server."""
         return self.get(RedisServer)
-
-    @property
-    def postgres(self) -> PostgresServer:
-        """The PostgreSQL server."""
-        return self.get(PostgresServer)
 
     def __enter__(self) -> Self:
         return self

@@ -79,11 +79,6 @@ class PostgresServer(DatabaseServer):
     # Fast shutdown: ends the clients' sessions instead of waiting for them.
     stop_signal = signal.SIGINT
 
-    @property
-    def url(self) -> str:
-        """The database ``postgres``."""
-        return f"postgresql://postgres@{self.host}:{self.port}/postgres"
-
     def prepare(self) -> None:
         """Make the cluster, with programs that the server's user can reach."""
         if self.identity and not is_open_to_others(self.programs / self.program):
@@ -139,8 +134,8 @@ class PostgresServer(DatabaseServer):
         return database
 
     def drop_database(self, name: str) -> None:
-        """Remove a database that nobody uses now."""
-        self._execute("DROP DATABASE {}", name)
+        """Remove a database, and end the sessions of those who use it."""
+        self._execute("DROP DATABASE {} WITH (FORCE)", name)
 
     def shape(self, database: str) -> str:
         """Return what a migrated database is beside the rows of its tables."""
@@ -156,10 +151,6 @@ class PostgresServer(DatabaseServer):
                 sql.SQL(EMPTY).format(sql.SQL(", ").join(map(sql.Literal, MIGRATED)))
             )
             return True
-
-    def drop_used_database(self, name: str) -> None:
-        """Remove a database, and end the sessions of those who use it."""
-        self._execute("DROP DATABASE {} WITH (FORCE)", name)
 
     def sessions(self, database: str) -> list[dict[str, Any]]:
         """Return who is connected to a database, with the state and the last query."""

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-#: Places that are searched, in this order. ``SAFE_TEST_PROGRAMS=wheel`` narrows
-#: them, so that a machine with every server can test what another one would use.
+#: Places that are searched, in this order. ``SAFE_TEST_PROGRAMS=wheel`` (names with commas
+#: between) narrows them, so that a machine with every server can test what another one would use.
 PLACES = ("path", "library", "wheel")
 
 LIBRARY_FOLDERS = {
@@ -44,33 +44,24 @@ class ProgramNotFound(Exception):
     """No place holds this server; the message says which were searched."""
 
 
-def find_programs_folder(
-    program: str, *companions: str, places: tuple[str, ...] | None = None
-) -> Path:
+def find_programs_folder(program: str, *companions: str) -> Path:
     """
     Return the first folder that holds a program and all its companions.
-
-    Args:
-        places: Some of ``PLACES``, searched in the order given; None: ``default_places``.
 
     Raises:
         ProgramNotFound: There is none.
     """
-    places = default_places() if places is None else places
+    chosen = os.environ.get("SAFE_TEST_PROGRAMS")
+    places = tuple(chosen.split(",")) if chosen else PLACES
     for folder in _iter_folders(program, places):
         if all(os.access(folder / name, os.X_OK) for name in (program, *companions)):
             return folder
     raise ProgramNotFound(f"{program} is in none of these places: {', '.join(places)}")
 
 
-def default_places() -> tuple[str, ...]:
-    """Return what ``SAFE_TEST_PROGRAMS`` says (names with commas between), or else all."""
-    chosen = os.environ.get("SAFE_TEST_PROGRAMS")
-    return tuple(chosen.split(",")) if chosen else PLACES
-
-
 def _iter_folders(program: str, places: tuple[str, ...]) -> Iterator[Path]:
-    for place in places:
+    # Debian's script on the PATH runs only as the system's user in the system's folders.
+    for place in reversed(places) if program == "rabbitmq-server" else places:
         if place == "path" and (found := shutil.which(program)):
             yield Path(found).parent
             # A link on the PATH need not have links to the companions beside it.

@@ -6,7 +6,7 @@ import amqp
 
 from tests.processes.kept import KeptProcess
 from tests.processes.waiting import port_is_free, wait_for
-from tests.servers.programs import default_places, find_programs_folder
+from tests.servers.programs import find_programs_folder
 from tests.servers.server import Server
 
 
@@ -20,8 +20,7 @@ class RabbitMQServer(Server):
     def __init__(self) -> None:
         # Its script finds Erlang on the PATH.
         self.erlang = find_programs_folder("epmd", "erl")
-        # Debian's script on the PATH runs only as the system's user in the system's folders.
-        super().__init__(tuple(sorted(default_places(), key=lambda place: place != "library")))
+        super().__init__()
         self.epmd_port = self._reserve_port()
         self.node_port = self._reserve_port()
         self._epmd: KeptProcess | None = None

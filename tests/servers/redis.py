@@ -92,6 +92,11 @@ class RedisServer(Server):
         with self.client() as client:
             client.flushall()
 
+    def wait_for_waiters(self, number: int = 1) -> None:
+        """Wait until so many clients wait for an answer that comes when something is there."""
+        with self.client() as client:
+            wait_for(lambda: client.info("clients")["blocked_clients"] == number, 20, "few wait")
+
     @contextmanager
     def counting(self) -> Iterator[Count]:
         """

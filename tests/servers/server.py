@@ -19,16 +19,13 @@ class Server(Started):
     """
     A private server of 127.0.0.1, used as a context manager or started and closed.
 
-    ``url``, ``host``, ``port`` and ``folder`` stay the same over stops and starts.
-
-    Args:
-        places: Where to look for the program (see ``programs``); None: everywhere.
+    ``host``, ``port`` and ``folder`` stay the same over stops and starts.
 
     Raises:
         ProgramNotFound: The program is not there.
     """
 
-    #: Its name in the summary of a run.
+    #: Its name in messages.
     name: ClassVar[str]
     program: ClassVar[str]
     companions: ClassVar[tuple[str, ...]] = ()
@@ -39,19 +36,14 @@ class Server(Started):
     #: Seconds until it must answer.
     start_timeout: ClassVar[float] = 90
 
-    def __init__(self, places: tuple[str, ...] | None = None) -> None:
-        self.programs = find_programs_folder(self.program, *self.companions, places=places)
+    def __init__(self) -> None:
+        self.programs = find_programs_folder(self.program, *self.companions)
         self.identity: dict[str, Any] = identity() if self.refuses_root else {}
         self.folder = make_folder(f"safe-{self.name}-", self.identity)
         #: Keeps its ports from others until it is closed, also while it is stopped.
         self._reservations = ExitStack()
         self.port = self._reserve_port()
         self._prepared = False
-
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """Where clients find it."""
 
     @abstractmethod
     def command(self) -> list[str | Path]:
@@ -106,6 +98,15 @@ class Server(Started):
         """Stop and start: a cache loses its memory, a database keeps its data."""
         self.stop()
         self.start()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Have it refuse connections during the block."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
 
     @contextmanager
     def silence(self) -> Iterator[None]:

@@ -4,12 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.routing import runs_in
 from tests.stages.test_messages import Staged
-
-__all__ = ["mailbox"]
 
 
 @pytest.fixture
