@@ -48,12 +48,22 @@ class Carried:
         (task or self.task).apply_async_on_commit(args, using=self.alias, **options)
         return self.mailbox.take_one()
 
+    def run(self, body: Body, *args: Any, **options: Any) -> Outcome:
+        """Send the task, which does this from now on, and run it."""
+        self.body = body
+        return self.mailbox.deliver(self.send(*args, **options))
+
     def relay(self) -> list[Message]:
         """Send what is due, as a relay does; return it."""
         relay = Relay(self.alias)
         while relay.relay_batch():
             pass
         return self.mailbox.take()
+
+    def run_again(self) -> Outcome:
+        """Run the only message that a relay has to send."""
+        (message,) = self.relay()
+        return self.mailbox.deliver(message)
 
     def deliver_elsewhere(self, message: Message) -> Outcome:
         """Run a message as another process does, while this one is inside a task."""

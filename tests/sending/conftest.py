@@ -59,11 +59,18 @@ def make_due(alias: str) -> None:
 
 
 @contextmanager
-def dying_sender(alias: str) -> Iterator[None]:
-    """Commit what the block sends, as a process that is killed before it publishes it."""
+def dying_sender(alias: str, *, due: bool = False) -> Iterator[None]:
+    """
+    Commit what the block sends, as a process that is killed before it publishes it.
+
+    Args:
+        due: Let all that is pending be due after that.
+    """
     with transaction.atomic(using=alias):
         yield
         connections[alias].run_on_commit.clear()
+    if due:
+        make_due(alias)
 
 
 def ids(messages: list[Published]) -> list[str]:
@@ -110,6 +117,12 @@ def make_app(redis_server: RedisServer) -> Iterator[MakeApp]:
             return app
 
         yield make
+
+
+@pytest.fixture
+def without_broker(make_app: MakeApp) -> Celery:
+    """An app whose broker refuses connections."""
+    return make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY)
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from django_celery_safe.signals import task_duplicate, task_send_failed, task_se
 from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.listening import receiving
-from tests.processes import dead_port
-from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, hearing, ids, rolled_back
+from tests.sending.conftest import TABLE, MakeApp, hearing, ids, refusing, rolled_back, table
 from tests.sending.published import Sent, ids_in
+from tests.statements import raising
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -53,20 +53,13 @@ def deferring(*args: object) -> None:
     """Go through the outbox with every send."""
 
 
-@pytest.fixture
-def without_broker(make_app: MakeApp) -> Celery:
-    """An app whose broker refuses connections."""
-    url = f"redis://127.0.0.1:{dead_port()}/0"
-    return make_app(broker_url=url, task_publish_retry_policy=ONE_TRY)
-
-
 def rows(using: str = DEFAULT_DB_ALIAS) -> list[OutboxMessage]:
     """Return the outbox of a database, in order."""
-    return list(OutboxMessage.objects.using(using).order_by("pk"))
+    return list(table(using).order_by("pk"))
 
 
 def row_ids(using: str = DEFAULT_DB_ALIAS) -> list[str]:
-    """Return the task ids of the rows of a database."""
+    """Return the task ids of the rows of a database, in order."""
     return [row.task_id for row in rows(using)]
 
 
@@ -323,7 +316,7 @@ def test_arguments_of_5_mb_are_kept(alias: str, sent: Sent) -> None:
 
 def test_another_broker_is_an_error(broker: Celery, make_app: MakeApp) -> None:
     """A commit and a relay send to the app's own broker."""
-    elsewhere = make_app(broker_url=f"redis://127.0.0.1:{dead_port()}/0")
+    elsewhere = make_app(broker_url=refusing())
     with elsewhere.connection_for_write() as connection:
         with transaction.atomic(), pytest.raises(TypeError, match="to another broker"):
             send_on_commit(add.s(1), outbox=True, connection=connection)
@@ -350,11 +343,9 @@ def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: Settings
     with transaction.atomic(using=alias):
         both = send_on_commit(group(add.s(1), add.s(2)), using=alias, outbox=True)
         results = [keep(1, alias), *both]
-    outbox = OutboxMessage.objects.using(alias)
     assert set(row_ids(alias)) == {result.id for result in results}
     assert ids(sent()) == row_ids(alias)
-    assert [row.due_at for row in rows(alias)] == [None] * 3
-    assert (outbox.sent().count(), outbox.pending().count(), outbox.dead().count()) == (3, 0, 0)
+    assert [(row.state, row.due_at) for row in rows(alias)] == [("sent", None)] * 3
     assert all(row.sent_at >= row.created_at for row in rows(alias) if row.sent_at)
 
 
@@ -362,10 +353,7 @@ def test_a_row_that_can_not_be_deleted_stays(
     alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The database gone after the publication: a warning, no error, and a relay sends it again."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise DatabaseError("server closed the connection")
-
+    refuse = raising(DatabaseError("server closed the connection"))
     monkeypatch.setattr(MessageTable, "record_sent", refuse)
     with transaction.atomic(using=alias):
         result = keep(1, alias)
@@ -399,10 +387,8 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
     wanted = [part.id for part in result]
     assert ids(sent()) == wanted[:1]
     assert row_ids(alias) == wanted[1:]
-    due = OutboxMessage.objects.using(alias).due()
-    assert [(row.task_id, row.attempts) for row in due.order_by("pk")] == [
-        (task_id, 0) for task_id in wanted[1:]
-    ]
+    assert {row.task_id for row in table(alias).due()} == set(wanted[1:])
+    assert {row.attempts for row in rows(alias)} == {0}
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
 
 

@@ -29,7 +29,7 @@ from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
 from tests.processes import wait_for
-from tests.sending.conftest import dying_sender, hearing, make_due
+from tests.sending.conftest import dying_sender, hearing
 from tests.sending.published import Published, run_here
 from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
 from tests.servers import RedisServer
@@ -118,10 +118,8 @@ class Line:
     def keep(self) -> Any:
         """Send into the outbox, where it stays."""
         kind = self.kind
-        with dying_sender(self.alias):
-            result = send_on_commit(kind.make(), using=self.alias, outbox=True, **kind.options)
-        make_due(self.alias)
-        return result
+        with dying_sender(self.alias, due=True):
+            return send_on_commit(kind.make(), using=self.alias, outbox=True, **kind.options)
 
     def relay(self) -> int:
         """Relay all that is due, and return how many messages that were."""

@@ -8,7 +8,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, m
 from tests.sending.published import Sent, take_published
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
+from tests.statements import raising
 
 RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
@@ -52,13 +54,20 @@ def unique(number: int) -> None:
 
 def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
-    with dying_sender(alias):
+    with dying_sender(alias, due=True):
         results = [
             task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
             for number in range(count)
         ]
-    make_due(alias)
     return [result.id for result in results]
+
+
+def leave_chord(alias: str, app: Celery, task: Any = add, size: int = 2) -> list[str]:
+    """Leave a chord of such tasks, from number 10 on, that is due; return their ids."""
+    header = [app.tasks[task.name].s(number) for number in range(10, 10 + size)]
+    with dying_sender(alias, due=True):
+        result = send_on_commit(chord(header, app.tasks[total.name].s()), using=alias, outbox=True)
+    return [member.id for member in result.parent]
 
 
 def drain(alias: str, **arguments: Any) -> int:
@@ -72,30 +81,22 @@ def drain(alias: str, **arguments: Any) -> int:
 def relaying(alias: str) -> Iterator[threading.Event]:
     """Run a relay in a thread during the block, or until the event is set."""
     stop = threading.Event()
-    failures: list[BaseException] = []
 
     def run() -> None:
-        relay = Relay(alias)
-        try:
-            relay.run(stop)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            connections[alias].close()
+        with closing(connections[alias]):
+            Relay(alias).run(stop)
 
     # The first connection to a SQLite file switches it to WAL. Two that do at once fail, without
     # waiting for each other.
     if connections[alias].vendor == "sqlite":
         connections[alias].ensure_connection()
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield stop
-    finally:
-        stop.set()
-        thread.join(60)
-    assert not thread.is_alive()
-    assert failures == []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            yield stop
+        finally:
+            stop.set()
+        running.result(60)
 
 
 # Messages that it sends.
@@ -325,16 +326,6 @@ class CountingApp(NamedTuple):
         with self.server.client(db=2) as client:
             return [entry.decode().split()[0] for entry in client.lrange("told", 0, -1)]
 
-    def leave_chord(self, alias: str, size: int = 3) -> Any:
-        """Leave a chord in the outbox that is due; return its result."""
-        add_here, total_here = self.app.tasks[add.name], self.app.tasks[total.name]
-        header = [add_here.s(number) for number in range(size)]
-        with dying_sender(alias):
-            result = send_on_commit(chord(header, total_here.s()), using=alias, outbox=True)
-        make_due(alias)
-        assert self.told() == []
-        return result
-
     def sent(self) -> list[str]:
         """Take the messages out of the queues; return their ids."""
         return ids(take_published(self.server))
@@ -362,7 +353,8 @@ def test_a_chord_is_told_once_by_several_rows(
     """One row says what to tell; whichever is sent first has the backend told, by any relay."""
     monkeypatch.setattr(relay_module, "BATCH", 2)
     counting = make_counting(CountingBackend)
-    result = counting.leave_chord(alias, 5)
+    wanted = leave_chord(alias, counting.app, size=5)
+    assert counting.told() == []
     first, *others = table(alias).order_by("pk")
     assert first.chord
     assert {row.chord for row in others} == {first.chord}
@@ -374,7 +366,7 @@ def test_a_chord_is_told_once_by_several_rows(
     assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
     assert drain(alias) == 3
     assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert sorted(counting.sent()) == sorted(part.id for part in result.parent)
+    assert sorted(counting.sent()) == sorted(wanted)
 
 
 def test_a_chord_that_its_sender_told_is_not_told_again(
@@ -384,11 +376,8 @@ def test_a_chord_that_its_sender_told_is_not_told_again(
     counting = make_counting(CountingBackend)
     part, whole = counting.app.tasks[add.name].s(1), counting.app.tasks[total.name].s()
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OperationalError("the broker is gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(publisher_module, "put", refuse)
+        patch.setattr(publisher_module, "put", raising(OperationalError("the broker is gone")))
         with transaction.atomic(using=alias):
             result = send_on_commit(chord([part, part.clone()], whole), using=alias, outbox=True)
     assert isinstance(result.send_error, OperationalError)
@@ -404,9 +393,9 @@ def test_a_chord_in_a_table_does_not_keep_its_rows(
 ) -> None:
     """Who told died before noting it: the backend's IntegrityError says so, and all rows go out."""
     counting = make_counting(TableBackend)
-    result = counting.leave_chord(alias)
+    wanted = leave_chord(alias, counting.app, size=3)
     assert drain(alias) == 3
-    assert counting.sent() == [part.id for part in result.parent]
+    assert counting.sent() == wanted
     assert counting.told().count("apply_chord") == 1
     assert not table(alias).exists()
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
