@@ -78,8 +78,7 @@ def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> 
         with transaction.atomic(using=carried.alias):
             write(carried, result)
 
-    carried.body = work
-    leave_dead(carried, carried.send(1), after_body=True)
+    leave_dead(carried, carried.send(1), after=work)
     carried.rows.update(deaths=99)
     assert carried.run_again() == ("SUCCESS", result)
     assert carried.calls == [1]
@@ -91,8 +90,7 @@ def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
     follower = carried.make_task("tests.follower")
     parts = chain(carried.task.s(1), follower.s().set(using=carried.alias))
     send_on_commit(parts, using=carried.alias)
-    carried.body = lambda task, *args: write(carried) and None
-    leave_dead(carried, carried.mailbox.take_one(), after_body=True)
+    leave_dead(carried, carried.mailbox.take_one(), after=lambda *args: write(carried) and None)
     assert carried.run_again() == ("SUCCESS", "stored")
     carried.body = lambda task, *args: args[0]
     assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
