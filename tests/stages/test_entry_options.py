@@ -18,13 +18,9 @@ LONG: Final = 500
 
 def start(staged: Staged, *entries: dict[str, Any], task: Any = None) -> StageRun:
     """Start a run of a stage for each entry, with steps a, b and so on."""
-    names = "abcdef"
-    return stages.start(
-        [
-            (task or staged.task, -number, {"name": names[number], **entry})
-            for number, entry in enumerate(entries)
-        ]
-    )
+    task = task or staged.task
+    plan = [(task, -n, {"name": "abc"[n], **entry}) for n, entry in enumerate(entries)]
+    return stages.start(plan)
 
 
 def test_an_option_is_no_argument(staged: Staged) -> None:

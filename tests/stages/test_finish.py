@@ -13,21 +13,16 @@ from tests.stages.test_messages import Staged, end, shown, statuses
 from tests.statements import raising
 
 
-def people(staged: Staged) -> Any:
-    """Return the project's rows beside the runs."""
-    return Person.everyone.using(staged.alias)
-
-
 @pytest.mark.sql
 def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> None:
     """The next stage gets the dict of finish(), and begins when the step has ended."""
-    seen: list[Any] = []
+    people, seen = Person.everyone.using(staged.alias), list[Any]()
 
     def work(task: Any) -> dict[str, Any]:
         claim = current_claim()
         assert claim.key == str(staged.step("a"))
         with transaction.atomic(using=staged.alias):
-            people(staged).create(pk=1)
+            people.create(pk=1)
             claim.finish({"width": 640})
             seen.append(staged.mailbox.take())
         seen.append((shown(run), staged.take()))
@@ -38,7 +33,7 @@ def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> 
     assert staged.deliver(staged.take_one()) == ("SUCCESS", {"width": "returned"})
     assert seen == [[], ("rw", [])]
     staged.deliver(staged.take_one())
-    assert (*statuses(run), people(staged).count()) == ("succeeded", "ss", 1)
+    assert (*statuses(run), people.count()) == ("succeeded", "ss", 1)
     assert run.params == {"width": 640, "b": True}
 
 

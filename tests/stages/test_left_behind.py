@@ -23,7 +23,6 @@ from django_celery_safe.stages.step_table import get_prunable
 from tests.concurrency.mailbox import Message
 from tests.sending.conftest import hearing
 from tests.servers.databases import until_somebody_waits
-from tests.stages.chores import prune
 from tests.stages.test_edges import begin_and_die, revoke
 from tests.stages.test_messages import Staged, refuse, shown, statuses
 from tests.statements import at_statement
@@ -134,6 +133,14 @@ def test_the_messages_of_a_stopped_run_are_gone(stop: str, staged: Staged) -> No
 # Pruning.
 
 
+def prune(staged: Staged) -> int:
+    """Delete the runs whose retention has expired, as a relay does; return how many."""
+    before = staged.runs.count()
+    for rows in get_prunable(staged.alias):
+        prune_some(rows, 100, 1)
+    return before - staged.runs.count()
+
+
 def ended(staged: Staged, age: timedelta, status: Status = Status.SUCCEEDED) -> StageRun:
     """Return a run of one step that ended so long ago."""
     if status == Status.FAILED:
@@ -162,14 +169,14 @@ def test_what_is_pruned(staged: Staged, settings: Settings) -> None:
     young, goes_on = ended(staged, timedelta(days=6)), staged.start("a")
     staged.runs.filter(pk=goes_on.pk).update(created_at=Now() - timedelta(days=30))
     assert ids(staged) > {run.pk for run in old}
-    assert prune(staged.alias) == 3
-    assert prune(staged.alias) == 0
+    assert prune(staged) == 3
+    assert prune(staged) == 0
     assert ids(staged) == {young.pk, goes_on.pk}
     before = settings.DJANGO_CELERY_SAFE
     settings.DJANGO_CELERY_SAFE = {**before, "RETENTION": {"runs": timedelta(days=5)}}
-    assert prune(staged.alias) == 1
+    assert prune(staged) == 1
     settings.DJANGO_CELERY_SAFE = {**before, "RETENTION": {"runs": 0}}
-    assert prune(staged.alias) == 0
+    assert prune(staged) == 0
     assert ids(staged) == {goes_on.pk}
 
 
@@ -179,12 +186,12 @@ def test_what_still_runs_is_not_pruned(staged: Staged) -> None:
     def stop(task: Any) -> None:
         run.abort()
         staged.runs.update(ended_at=Now() - timedelta(days=8))
-        assert prune(staged.alias) == 0
+        assert prune(staged) == 0
 
     staged.bodies["a"] = stop
     run = staged.start("a")
     staged.deliver(staged.take_one())
-    assert prune(staged.alias) == 1
+    assert prune(staged) == 1
     assert ids(staged) == set()
 
 
@@ -205,24 +212,31 @@ def test_a_run_that_is_resumed_meanwhile_is_not_pruned(staged: Staged) -> None:
 # Deletion beside a step that ends.
 
 
-@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
-@pytest.mark.parametrize("prunes", [True, False])
-def test_a_step_that_ends_waits_for_a_deletion(prunes: bool, staged: Staged) -> None:
-    """While a run is being deleted, who ends its stage waits for that, and begins nothing then."""
-    go_on, begun = threading.Event(), threading.Event()
+def start_slowly(staged: Staged) -> tuple[StageRun, Message, threading.Event, threading.Event]:
+    """Start a run whose b stands still; return it, b's message, and when b begins and may end."""
+    begun, go_on = threading.Event(), threading.Event()
 
     def work(task: Any) -> None:
         begun.set()
         assert go_on.wait(30)
 
-    def let_it_end() -> None:
-        go_on.set()
-        until_somebody_waits(staged.alias)
-
     staged.bodies["b"] = work
     run = staged.start("ab", "c")
     first, message = staged.take()
     staged.deliver(first)
+    return run, message, begun, go_on
+
+
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+@pytest.mark.parametrize("prunes", [True, False])
+def test_a_step_that_ends_waits_for_a_deletion(prunes: bool, staged: Staged) -> None:
+    """While a run is being deleted, who ends its stage waits for that, and begins nothing then."""
+    run, message, begun, go_on = start_slowly(staged)
+
+    def let_it_end() -> None:
+        go_on.set()
+        until_somebody_waits(staged.alias)
+
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(staged.deliver_elsewhere, message)
         assert begun.wait(30)
@@ -321,17 +335,7 @@ def test_a_finished_step_stays_done(end: str, staged: Staged) -> None:
 @pytest.mark.parametrize("db_kind", ["postgres", "mariadb"], indirect=True)
 def test_a_step_that_begins_while_its_run_stops_ends_as_it_will(staged: Staged) -> None:
     """Its worker had claimed the message: its success counts, and until then it is alive."""
-    go_on, begun, ending = threading.Event(), threading.Event(), list[Any]()
-
-    def work(task: Any) -> dict[str, int]:
-        begun.set()
-        assert go_on.wait(30)
-        return {"b": 1}
-
-    staged.bodies["b"] = work
-    run = staged.start("ab", "c")
-    first, message = staged.take()
-    staged.deliver(first)
+    (run, message, begun, go_on), ending = start_slowly(staged), list[Any]()
     with ThreadPoolExecutor(1) as pool:
 
         def begin() -> None:

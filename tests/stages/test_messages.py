@@ -113,10 +113,9 @@ class Staged:
         """The rows of all steps."""
         return StageStep.objects.using(self.alias)
 
-    def step(self, name: str) -> StageStep:
+    def step(self, name: str) -> Any:
         """Return the row of the only step with this name."""
-        step: StageStep = self.steps.get(arguments_text__contains=f'"name": "{name}"')
-        return step
+        return self.steps.get(arguments_text__contains=f'"name": "{name}"')
 
     def messages(self, name: str) -> Any:
         """Return the row of the message of the only step with this name, as a queryset."""

@@ -250,10 +250,7 @@ def test_what_is_rolled_back_never_was(staged: Staged) -> None:
 def test_a_run_is_not_waited_for_where_it_can_not_end(staged: Staged) -> None:
     """Inside atomic() waiting would never end; elsewhere it ends with the time."""
     run = staged.start("a")
-    with (
-        transaction.atomic(using=staged.alias),
-        pytest.raises(WrongTransaction, match="Wait after the block"),
-    ):
+    with rolled_back(staged.alias), pytest.raises(WrongTransaction, match="Wait after the block"):
         run.wait(1)
     with pytest.raises(TimeoutError, match="0 of 1 steps are done, and stage 1 of 1 is waiting"):
         run.wait(0)
