@@ -1,7 +1,8 @@
 """Rows of the outbox on the sending side: when they are there, and when they are gone."""
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,9 +20,8 @@ from django_celery_safe import (
     NotSerializable,
     SafeTask,
     databases,
-    find_lock,
+    iter_locks,
     send_on_commit,
-    single_instance,
 )
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending import outbox
@@ -33,6 +33,7 @@ from tests.app.tasks import add, total
 from tests.listening import receiving
 from tests.sending.conftest import TABLE, MakeApp, hearing, ids, refusing, rolled_back, table
 from tests.sending.published import Sent, ids_in
+from tests.sending.test_unique import lock_of, once
 from tests.statements import raising
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -63,9 +64,9 @@ def row_ids(using: str = DEFAULT_DB_ALIAS) -> list[str]:
     return [row.task_id for row in rows(using)]
 
 
-def keep(number: Any, using: str = DEFAULT_DB_ALIAS, **options: Any) -> Any:
+def keep(number: Any, using: str = DEFAULT_DB_ALIAS, task: Any = add, **options: Any) -> Any:
     """Send a task through the outbox of a database."""
-    return add.apply_async_on_commit((number,), using=using, outbox=True, **options)
+    return task.apply_async_on_commit((number,), using=using, outbox=True, **options)
 
 
 # Transactions.
@@ -74,21 +75,18 @@ def keep(number: Any, using: str = DEFAULT_DB_ALIAS, **options: Any) -> Any:
 @pytest.mark.sql
 def test_a_row_is_there_until_the_broker_has_its_message(alias: str, sent: Sent) -> None:
     """It is part of the transaction, unseen by others; the commit publishes and deletes it."""
-    seen_by_others: list[int] = []
 
-    def look() -> None:
-        seen_by_others.append(OutboxMessage.objects.using(alias).count())
-        connections[alias].close()
+    def look() -> list[OutboxMessage]:
+        with closing(connections[alias]):
+            return rows(alias)
 
     with hearing(task_sent) as told, transaction.atomic(using=alias):
         result = keep(1, alias)
         (row,) = rows(alias)
         assert (row.task, row.task_id, row.attempts) == (add.name, result.id, 0)
         assert str(row) == f"{add.name}[{result.id}]"
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-        assert seen_by_others == [0]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(look).result() == []
         assert sent() == []
     assert rows(alias) == []
     assert ids(sent()) == [result.id]
@@ -282,6 +280,8 @@ def test_what_can_not_be_sent_raises_at_the_call(alias: str, sent: Sent) -> None
             keep(object(), alias)
         with pytest.raises(NotSerializable, match="outbox row keeps plain data"):
             keep(1, alias, errback=object())
+        with pytest.raises(NotSerializable, match=f"header of task {add.name}"):
+            keep(1, alias, headers={"ours": [{1: object()}]})
         assert rows(alias) == []
         good = keep(1, alias)
     assert ids(sent()) == [good.id]
@@ -406,22 +406,6 @@ def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
 # Tasks that are sent once.
 
 
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="end")
-def once(number: int) -> None:
-    """Be sent once for each number."""
-
-
-def keep_once(number: int, using: str) -> Any:
-    """Send the task for this number through the outbox."""
-    return once.apply_async_on_commit((number,), using=using, outbox=True)
-
-
-def lock_of(number: int) -> Any:
-    """Return the lock that the message for this number holds."""
-    return find_lock(f"sent:{once.name}:{number}")
-
-
 @pytest.mark.usefixtures("locks_in_memory")
 def test_a_duplicate_is_dropped_with_its_row(alias: str, sent: Sent) -> None:
     """
@@ -431,11 +415,11 @@ def test_a_duplicate_is_dropped_with_its_row(alias: str, sent: Sent) -> None:
     In a canvas it goes out, since others wait for it.
     """
     with hearing(task_duplicate) as told, transaction.atomic(using=alias):
-        first, second = keep_once(1, alias), keep_once(1, alias)
+        first, second = keep(1, alias, once), keep(1, alias, once)
         assert len(rows(alias)) == 2
-        assert (first.is_duplicate, lock_of(1)) == (None, None)
+        assert (first.is_duplicate, [*iter_locks()]) == (None, [])
     assert lock_of(1).holder.task_id == first.id
-    third = keep_once(1, alias)
+    third = keep(1, alias, once)
     with transaction.atomic(using=alias):
         members = send_on_commit(group(once.s(1), once.s(2)), using=alias, outbox=True)
     assert [one.is_duplicate for one in (first, second, third)] == [False, True, True]

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
-from celery import Celery, chord, shared_task
+from celery import Celery, chord
 from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
 from django.core.management import call_command
@@ -24,7 +24,7 @@ from kombu import Queue
 from kombu.exceptions import OperationalError
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending import housekeeping
@@ -39,6 +39,8 @@ from tests.listening import receiving
 from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
 from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, make_due, table
 from tests.sending.published import Sent, take_published
+from tests.sending.test_outbox import keep
+from tests.sending.test_unique import once
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
 from tests.statements import raising
@@ -46,20 +48,10 @@ from tests.statements import raising
 RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
 
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="end")
-def unique(number: int) -> None:
-    """Be sent once until it ends."""
-
-
 def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
     with dying_sender(alias, due=True):
-        results = [
-            task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
-            for number in range(count)
-        ]
-    return [result.id for result in results]
+        return [keep(number, alias, task, **options).id for number in range(count)]
 
 
 def leave_chord(alias: str, app: Celery, task: Any = add, size: int = 2) -> list[str]:
@@ -269,7 +261,7 @@ def test_a_killed_relay_is_no_duplicate_of_itself(
     point: str, times: int, alias: str, sent: Sent, in_redis: None
 ) -> None:
     """Killed between the claim of a message's lock and its deletion: it is sent again."""
-    (wanted,) = leave(alias, task=unique)
+    (wanted,) = leave(alias, task=once)
     with (
         start_in_process(relay_and_die, alias, point) as relay,
         pytest.raises(FunctionFailed, match="ended with status -9"),
@@ -440,19 +432,14 @@ def test_it_notes_that_it_is_there(
 # Apps and brokers.
 
 
-def rewrite_properties(alias: str, **changes: Any) -> None:
-    """Give the one row that is there other properties."""
-    properties = {**json.loads(table(alias).get().properties), **changes}
-    table(alias).update(properties=json.dumps(properties))
-
-
 def test_a_row_for_another_relay_waits_for_it(
     alias: str, broker: Celery, sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No other app's broker gets it, and no attempt is used; the row and a warning say why."""
     broker.set_current()
     (wanted,) = leave(alias)
-    rewrite_properties(alias, app="elsewhere")
+    properties = {**json.loads(table(alias).get().properties), "app": "elsewhere"}
+    table(alias).update(properties=json.dumps(properties))
     reason = "it was sent by the Celery app 'elsewhere', and here is only "
     others = leave(alias, 2)
     assert drain(alias) == 2
@@ -470,7 +457,7 @@ def rabbitmq_app(make_app: MakeApp, server: RabbitMQServer, **conf: Any) -> Cele
     return make_app(broker_url=server.url, task_default_queue=name, **conf)
 
 
-def take_from_rabbitmq(app: Celery) -> list[str]:
+def take_out(app: Celery) -> list[str]:
     """Take the messages out of an app's queue; return their ids."""
     with app.connection_for_read() as connection:
         queue = app.amqp.queues[app.conf.task_default_queue].bind(connection.default_channel)
@@ -497,7 +484,7 @@ def test_rabbitmq_confirms_what_it_got(
     row = table(alias).get()
     assert ([row.task_id], row.attempts) == (refused, 1)
     assert "Nack" in row.error
-    assert take_from_rabbitmq(app) == wanted
+    assert take_out(app) == wanted
     with app.connection_for_write() as connection:
         full(connection.default_channel).delete()
 

@@ -35,15 +35,8 @@ from tests.locks.lines import line_to
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, dying_sender, hearing, ids, make_due, table
 from tests.sending.published import Sent, take_published
-from tests.sending.test_relay import (
-    drain,
-    leave,
-    leave_chord,
-    rabbitmq_app,
-    relaying,
-    take_from_rabbitmq,
-    unique,
-)
+from tests.sending.test_relay import drain, leave, leave_chord, rabbitmq_app, relaying, take_out
+from tests.sending.test_unique import once
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer, Server
 from tests.servers.databases import registered
 from tests.statements import raising
@@ -207,7 +200,7 @@ def test_what_rabbitmq_refuses(
     assert drain(alias) == 4
     assert set(table(alias).values_list("task_id", flat=True)) == set(bad)
     assert [(row.attempts, "NOT_FOUND" in row.error) for row in table(alias)] == [(1, True)] * 2
-    assert set(take_from_rabbitmq(app)) == set(wanted)
+    assert set(take_out(app)) == set(wanted)
 
 
 # A broker that is gone.
@@ -419,8 +412,8 @@ def test_what_a_relay_did_not_reach_is_given_back(
     with redis_server.client(db=1) as client:
         client.set("odd", "no list")
     # Messages that are published one by one.
-    leave(alias, task=unique, queue="odd")
-    wanted = leave(alias, 3, task=unique)
+    leave(alias, task=once, queue="odd")
+    wanted = leave(alias, 3, task=once)
 
     def take_long(**_: Any) -> None:
         assert not table(alias).due().exists()
@@ -580,8 +573,8 @@ def test_only_those_wait_that_need_what_is_gone(
     cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": urls["lock store"]}
     settings.CACHES = {"default": cache}
     app = make_app(result_backend=urls["result backend"])
-    both = leave_chord(alias, app, unique)
-    locked = leave(alias, 2, task=app.tasks[unique.name])
+    both = leave_chord(alias, app, once)
+    locked = leave(alias, 2, task=app.tasks[once.name])
     whole = leave_chord(alias, app)
     others = leave(alias, 2, task=app.tasks[add.name])
     waiting = whole if gone == "result backend" else locked

@@ -4,10 +4,10 @@ import gc
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -260,16 +260,23 @@ def patience(settings: Settings) -> None:
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 def test_a_broker_that_refuses_costs_next_to_nothing(
-    scheme: str, alias: str, make_app: MakeApp, called_ports: list[int]
+    scheme: str, alias: str, make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit asks it twice at the most: Celery pauses only before the third time."""
+    called, connect = list[Any](), socket.socket.connect
+
+    def recording(self: socket.socket, address: Any) -> None:
+        called.append(address)
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", recording)
     port = dead_port()
     app = make_app(broker_url=f"{scheme}://127.0.0.1:{port}//")
     for count in range(1, 4):
-        called_ports.clear()
+        called.clear()
         result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
         assert isinstance(result.send_error, OperationalError)
-        assert 1 <= called_ports.count(port) <= 2
+        assert 1 <= called.count(("127.0.0.1", port)) <= 2
         assert len(row_ids(alias)) == count
 
 
@@ -350,19 +357,16 @@ def test_threads_do_not_queue_up_at_a_silent_broker(
     """Where there are more threads than connections, one waits for the broker, and no other."""
     monkeypatch.setattr(broker_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
     broker = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
-    app, errors = make_app(broker_url=broker, broker_pool_limit=1), list[str]()
+    app = make_app(broker_url=broker, broker_pool_limit=1)
     assert app.pool.limit == 1  # of the whole process, and can't shrink while threads use it
 
-    def run() -> None:
-        result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
-        errors.append(str(result.send_error))
-        connections[alias].close()
+    def run(_: int) -> str:
+        with closing(connections[alias]):
+            result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
+            return str(result.send_error)
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(run, range(3)))
     assert count_calls(silent) == 1
     quick = ("broker_pool_limit is 1", "a moment ago")
     assert sum(any(text in error for text in quick) for error in errors) == 2
@@ -410,8 +414,7 @@ def test_rows_that_a_relay_has_are_left_to_it(
     monkeypatch.setattr(sender_module, "GRACE", -60.0)  # the transaction took that much longer
 
     def claim() -> None:
-        rows = table(alias)
-        assert len(rows.claim(taken, timedelta(seconds=60), "a relay's")) == taken
+        assert len(table(alias).claim(taken, timedelta(seconds=60), "a relay's")) == taken
 
     with transaction.atomic(using=alias):
         transaction.on_commit(claim, using=alias)
