@@ -1,7 +1,6 @@
 """What a worker's main process does before a run, and in threads while its pool forks."""
 
 import os
-from contextvars import copy_context
 from threading import Event, Timer
 
 import pytest
@@ -11,6 +10,7 @@ from django_celery_safe.delivery import endings
 from django_celery_safe.delivery.call import run_for
 from django_celery_safe.delivery.endings import in_background
 from tests.concurrency.mailbox import Mailbox
+from tests.sending.test_commit import switched_on
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -35,11 +35,6 @@ def test_a_new_child_waits_for_background_work(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_begins_without_what_the_last_one_left(mailbox: Mailbox) -> None:
     """A time limit may have ended a run just before it was taken out of its context."""
-
-    def look() -> list[str]:
-        values = copy_context().items()
-        return [one.name for one, value in values if value and "celery_safe" in one.name]
-
-    mailbox.task(look, name="tests.look").delay()
+    mailbox.task(switched_on, name="tests.look").delay()
     message = mailbox.take_one()
     assert run_for(Context(id="limited"), mailbox.deliver, (message,), {}) == ("SUCCESS", [])

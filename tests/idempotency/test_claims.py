@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -34,11 +35,23 @@ def record_of(alias: str, key: str = KEY) -> Any:
     return IdempotencyRecord.objects.using(alias).annotate(now=Now()).get(key=key)
 
 
-def result_of_repeat(alias: str) -> Any:
+def result_of_repeat(alias: str | None = None) -> Any:
     """Return what a repeat gets."""
     with idempotent(KEY, using=alias) as claim:
         assert not claim
         return claim.result
+
+
+def do(key: str = KEY, **options: Any) -> bool:
+    """Do the work of a key in a block; return whether it was not done already."""
+    with idempotent(key, **options) as claim:
+        return bool(claim)
+
+
+def enter(key: str = KEY, **options: Any) -> None:
+    """Enter a block that must not run."""
+    with idempotent(key=key, **options):
+        pytest.fail("the block ran")
 
 
 # The body's own transaction.
@@ -74,8 +87,7 @@ def test_a_rollback_that_is_hidden_is_an_error(savepoint: bool, alias: str) -> N
     assert len(failures) == 1
     assert record_of(alias).state == IdempotencyRecord.State.FAILED
     assert not Person.everyone.using(alias).exists()
-    with idempotent(KEY, using=alias) as claim:
-        assert claim
+    assert do(using=alias)
 
 
 def test_a_claim_whose_record_is_gone_rolls_the_body_back(alias: str) -> None:
@@ -109,17 +121,11 @@ def test_a_transaction_elsewhere_decides_nothing(alias: str, make_database: Make
 def test_inside_a_transaction_it_is_refused(alias: str) -> None:
     """In atomic() nobody else would see the claim; nothing is done, and nothing noted."""
 
-    def work() -> None:
-        pytest.fail("the body ran")
-
     with transaction.atomic(using=alias):
-        with (
-            pytest.raises(WrongTransaction, match="inside a transaction"),
-            idempotent(KEY, using=alias),
-        ):
-            pytest.fail("the block ran")
+        with pytest.raises(WrongTransaction, match="inside a transaction"):
+            enter(using=alias)
         with pytest.raises(WrongTransaction):
-            idempotent(using=alias)(work)()
+            idempotent(using=alias)(enter)()
     assert not IdempotencyRecord.objects.using(alias).exists()
 
 
@@ -131,10 +137,8 @@ def test_records_are_where_the_router_writes(
     settings.DATABASE_ROUTERS = [AllIn(writer, replica)]
     with idempotent(KEY) as claim:
         claim.finish(1)
-    with idempotent(KEY) as claim:
-        assert (bool(claim), claim.result) == (False, 1)
-    with idempotent(KEY, using=replica) as claim:
-        assert claim
+    assert result_of_repeat() == 1
+    assert do(using=replica)
     for alias in (writer, replica):
         assert IdempotencyRecord.objects.using(alias).count() == 1
 
@@ -151,11 +155,6 @@ def test_long_work_keeps_its_claim(alias: str) -> None:
     assert result_of_repeat(alias) == 1
 
 
-def is_renewing_thread() -> bool:
-    """Tell whether it is the thread that renews leases that asks."""
-    return threading.current_thread().name == "django_celery_safe leases"
-
-
 def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
     alias: str, make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +165,7 @@ def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
 
     def watched(self: RecordTable, name: str) -> Any:
         found = peek(self, name)
-        if is_renewing_thread():
+        if threading.current_thread().name == "django_celery_safe leases":
             looked.set()
         return found
 
@@ -203,8 +202,7 @@ def test_a_long_transaction_holds_up_no_other_lease(
 @pytest.mark.parametrize("ttl", [None, timedelta(days=1)])
 def test_a_record_expires_its_ttl_after_its_end(ttl: timedelta | None, alias: str) -> None:
     """A record that is done expires when its ttl has passed since its end, or never."""
-    with idempotent(KEY, using=alias, ttl=ttl) as claim:
-        assert claim
+    assert do(using=alias, ttl=ttl)
     record = record_of(alias)
     expected = None if ttl is None else record.ended_at + ttl
     assert (record.state, record.expires_at) == (IdempotencyRecord.State.DONE, expected)
@@ -303,26 +301,22 @@ def test_a_step_of_another_comes_first(
         add(records, -LONG)
 
     def come_first() -> None:
-        elsewhere = threading.Thread(target=take, args=(step, alias))
-        elsewhere.start()
-        elsewhere.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(take, step, alias).result()
 
     with at_statement(alias, "INSERT" if is_new else "UPDATE", come_first, times=1) as met:
         if ending == "claimed":
-            with pytest.raises(AlreadyClaimed), idempotent(KEY, using=alias):
-                pytest.fail("the block ran")
+            with pytest.raises(AlreadyClaimed):
+                enter(using=alias)
         elif ending == "stored":
             assert result_of_repeat(alias) == "stored"
         else:
-            with idempotent(KEY, using=alias) as claim:
-                assert claim
+            assert do(using=alias)
             assert record_of(alias).claims == ending
     assert met
 
 
 def take(step: Callable[[Any], None], alias: str) -> None:
     """Take a step on another connection."""
-    try:
+    with closing(connections[alias]):
         step(IdempotencyRecord.objects.using(alias))
-    finally:
-        connections[alias].close()

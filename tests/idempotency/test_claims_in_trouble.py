@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
-from psycopg import sql
 
 from django_celery_safe import AlreadyClaimed, ClaimLost, ConfigurationError, idempotent
 from django_celery_safe.databases import Now
@@ -30,6 +29,8 @@ from tests.idempotency.test_claims import (
     add,
     add_and_finish,
     add_first,
+    do,
+    enter,
     follow,
     record_of,
     result_of_repeat,
@@ -39,6 +40,7 @@ from tests.locks.lines import Line, line_to
 from tests.processes import FunctionProcess, start_in_process, tell, wait_for
 from tests.sending.carrying import Carried
 from tests.sending.conftest import hearing
+from tests.sending.test_relay_trouble import taking_no_writes
 from tests.servers import PostgresServer
 from tests.servers.databases import DatabaseKind, registered, until_somebody_waits
 from tests.statements import at_statement
@@ -100,13 +102,6 @@ def _pass(gate: Path) -> None:
     wait_for(gate.exists, 120)
 
 
-def kill_holder(alias: str, gate: Path, way: str) -> None:
-    """Kill a process inside its claim, before what it does at the gate."""
-    with start_in_process(hold, alias, gate, way) as process:
-        process.receive()
-        process.kill()
-
-
 @pytest.mark.sql
 @pytest.mark.parametrize("way", ["finish", "commit"])
 def test_a_killed_holder_is_followed_after_its_lease(
@@ -117,7 +112,9 @@ def test_a_killed_holder_is_followed_after_its_lease(
 
     If it is killed between finish() and the commit, neither its rows nor its end are there.
     """
-    kill_holder(db_alias, tmp_path / "gate", way)
+    with start_in_process(hold, db_alias, tmp_path / "gate", way) as process:
+        process.receive()
+        process.kill()
     assert not Person.everyone.using(db_alias).exists()
     assert way == "commit" or not try_once(db_alias, "too early")
     end_lease(db_alias)
@@ -320,16 +317,11 @@ def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
     postgres_alias: str, postgres_server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The statement is repeated, as after a failover to a server that will soon take writes."""
-
-    def let_write(allowed: bool) -> None:
-        name = sql.Identifier(str(connections.settings[postgres_alias]["NAME"]))
-        change = "ALTER DATABASE {} SET default_transaction_read_only = {}"
-        with postgres_server.connect() as connection:
-            connection.execute(sql.SQL(change).format(name, sql.Literal(not allowed)))
+    outage = ExitStack()
 
     def let_write_later() -> None:
         wait_for(lambda: "retrying" in caplog.text, 30, "it was not tried again")
-        let_write(True)
+        outage.close()
         is_finished = finished.wait(30)
         if not is_finished:
             end_sessions(postgres_server, postgres_alias)
@@ -339,8 +331,7 @@ def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
     # The session that can only read is not given up because of its age.
     connections.settings[postgres_alias]["CONN_MAX_AGE"] = None
     with ThreadPoolExecutor(1) as pool, idempotent(KEY, using=postgres_alias, timeout=60) as claim:
-        let_write(False)
-        connections[postgres_alias].close()  # so that the next one begins so
+        outage.enter_context(taking_no_writes(postgres_alias, postgres_server))
         writing = pool.submit(let_write_later)
         claim.finish("stored")
         finished.set()
@@ -355,18 +346,16 @@ def test_a_database_that_stays_away_is_an_error(
     error: Exception | None, postgres_alias: str, postgres_server: PostgresServer
 ) -> None:
     """Beyond the lease that, or the work's own error, reaches the caller; no loss is reported."""
-    try:
-        with (
-            hearing(claim_lost, CLAIM_FAILED) as told,
-            pytest.raises(type(error) if error else DatabaseError),
-            idempotent(KEY, using=postgres_alias, timeout=1) as claim,
-        ):
-            postgres_server.stop()
-            if error:
-                raise error
-            claim.finish("stored")
-    finally:
-        postgres_server.start()
+    with (
+        ExitStack() as outage,
+        hearing(claim_lost, CLAIM_FAILED) as told,
+        pytest.raises(type(error) if error else DatabaseError),
+        idempotent(KEY, using=postgres_alias, timeout=1) as claim,
+    ):
+        outage.enter_context(postgres_server.stopped())
+        if error:
+            raise error
+        claim.finish("stored")
     assert told == []
     connections[postgres_alias].close_if_unusable_or_obsolete()  # as Celery and Django do
     assert record_of(postgres_alias).state == IdempotencyRecord.State.RUNNING
@@ -379,11 +368,9 @@ def test_a_database_that_is_away_begins_nothing(
 ) -> None:
     """Without the record nothing is done: the database's own error reaches the caller."""
     connections[postgres_alias].close()
-    gone = pytest.raises(DatabaseError)
-    with postgres_server.stopped(), gone, idempotent(KEY, using=postgres_alias):
-        pytest.fail("the block ran")
-    with idempotent(KEY, using=postgres_alias) as claim:
-        assert claim
+    with postgres_server.stopped(), pytest.raises(DatabaseError):
+        enter(using=postgres_alias)
+    assert do(using=postgres_alias)
 
 
 def test_a_file_that_is_locked_for_long_does_not_undo_the_work(

@@ -17,7 +17,9 @@ from django_celery_safe.signals import once_failed
 from tests.app.models import Account, Customer, Guest, Person, Ticket, Voucher
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn
-from tests.sending.conftest import hearing
+from tests.sending.conftest import hearing, rolled_back
+
+FLAG = "is_welcome_email_sent"
 
 
 @pytest.fixture
@@ -26,9 +28,20 @@ def person(db: None) -> Person:
     return baker.make(Person)
 
 
+def row_for(model: Any, pk: object, flag: str = FLAG, **options: Any) -> Any:
+    """Return the row that a block gets that does nothing; None: it was done before."""
+    with model.do_once(pk, flag, **options) as row:
+        return row
+
+
+def enter(model: Any, pk: object, flag: str = FLAG, **options: Any) -> None:
+    """Enter a block that must not run."""
+    with model.do_once(pk, flag, **options):
+        pytest.fail("the block ran")
+
+
 @pytest.mark.parametrize(
-    ("flag", "undone", "kind"),
-    [("is_welcome_email_sent", False, bool), ("invited_at", None, datetime)],
+    ("flag", "undone", "kind"), [(FLAG, False, bool), ("invited_at", None, datetime)]
 )
 def test_the_block_gets_the_row_once(flag: str, undone: Any, kind: type, person: Person) -> None:
     """The first block gets the fresh row, every later one None; a flag may be a moment."""
@@ -38,19 +51,13 @@ def test_the_block_gets_the_row_once(flag: str, undone: Any, kind: type, person:
     assert stored
     assert isinstance(stored, kind)
     assert getattr(row, flag) == stored
-    with Person.do_once(person.pk, flag) as row:
-        assert row is None
+    assert row_for(Person, person.pk, flag) is None
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), Retry("later")])
 def test_a_failed_block_is_not_done(person: Person, error: Exception) -> None:
     """An error in the block, Retry too, leaves the flag unset and takes the block's writes back."""
-    with (
-        hearing(once_failed) as told,
-        pytest.raises(type(error)),
-        Person.do_once(person.pk, "is_welcome_email_sent") as row,
-    ):
-        assert row is not None
+    with hearing(once_failed) as told, pytest.raises(type(error)), Person.do_once(person.pk, FLAG):
         Person.everyone.filter(pk=person.pk).update(email="changed@example.org")
         raise error
     stored = Person.everyone.get(pk=person.pk)
@@ -61,8 +68,7 @@ def test_a_failed_block_is_not_done(person: Person, error: Exception) -> None:
 
 def test_only_the_flag_is_saved(person: Person) -> None:
     """Changes of the row that the block does not save are not saved."""
-    with Person.do_once(person.pk, "is_welcome_email_sent") as row:
-        assert row is not None
+    with Person.do_once(person.pk, FLAG) as row:
         row.email = "unsaved@example.org"
     assert Person.everyone.get(pk=person.pk).email == person.email
 
@@ -72,24 +78,18 @@ def test_at_most_once_sets_the_flag_first(person: Person) -> None:
     with (
         hearing(once_failed) as failures,
         pytest.raises(ValueError, match="no") as caught,
-        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once") as row,
+        Person.do_once(person.pk, FLAG, guarantee="at_most_once"),
     ):
-        assert row is not None
         assert Person.everyone.get(pk=person.pk).is_welcome_email_sent is True
         raise ValueError("no")
     assert [(one["pk"], one["error"]) for one in failures] == [(person.pk, caught.value)]
-    with Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once") as row:
-        assert row is None
+    assert row_for(Person, person.pk, guarantee="at_most_once") is None
 
 
 def test_inside_another_transaction_is_refused(person: Person) -> None:
     """Inside atomic() do_once is refused, because a rollback would take the flag back."""
-    with (
-        transaction.atomic(),
-        pytest.raises(WrongTransaction, match="inside another transaction"),
-        Person.do_once(person.pk, "is_welcome_email_sent"),
-    ):
-        pytest.fail("the block ran")
+    with transaction.atomic(), pytest.raises(WrongTransaction, match="inside another transaction"):
+        enter(Person, person.pk)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_inside_another_transaction_is_refused(person: Person) -> None:
 )
 def test_what_is_no_flag_is_refused(person: Person, flag: str, message: str) -> None:
     """A field that does not exist or can't be a flag is refused, with the flags that there are."""
-    with pytest.raises(ConfigurationError, match=message), Person.do_once(person.pk, flag):
-        pytest.fail("the block ran")
+    with pytest.raises(ConfigurationError, match=message):
+        enter(Person, person.pk, flag)
 
 
 def test_a_missing_row_is_the_models_own_error(db: None) -> None:
     """A primary key that does not exist raises the model's DoesNotExist."""
-    with pytest.raises(Person.DoesNotExist), Person.do_once(12345, "is_welcome_email_sent"):
-        pytest.fail("the block ran")
+    with pytest.raises(Person.DoesNotExist):
+        enter(Person, 12345)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_missing_row_is_the_models_own_error(db: None) -> None:
 def test_contradicting_options_are_refused(person: Person, options: dict[str, object]) -> None:
     """A guarantee that can't be kept is refused before anything happens."""
     with pytest.raises(ConfigurationError):
-        Person.do_once(person.pk, "is_welcome_email_sent", **options)  # type: ignore[arg-type]
+        Person.do_once(person.pk, FLAG, **options)  # type: ignore[arg-type]
 
 
 def test_migrations_name_the_public_path() -> None:
@@ -133,22 +133,17 @@ class InPlainTestCase(TestCase):
 
     def test_do_once_works(self) -> None:
         """do_once needs no TransactionTestCase."""
-        person = baker.make(Person)
-        with Person.do_once(person.pk, "is_welcome_email_sent") as row:
-            assert row is not None
+        assert row_for(Person, baker.make(Person).pk) is not None
 
 
 def test_flags_of_parent_and_child(db: None) -> None:
     """With multi-table inheritance the flag of the parent and that of the child both work."""
     customer = Customer.objects.create()
-    for flag in ("is_welcome_email_sent", "is_invoiced", "reminded_at"):
-        with Customer.do_once(customer.pk, flag) as row:
-            assert type(row) is Customer
-        with Customer.do_once(customer.pk, flag) as row:
-            assert row is None
+    for flag in (FLAG, "is_invoiced", "reminded_at"):
+        assert type(row_for(Customer, customer.pk, flag)) is Customer
+        assert row_for(Customer, customer.pk, flag) is None
     # The parent's row is one thing, by whichever class it is asked for.
-    with Account.do_once(customer.pk, "is_welcome_email_sent") as parent:
-        assert parent is None
+    assert row_for(Account, customer.pk) is None
     customer.refresh_from_db()
     assert (customer.is_welcome_email_sent, customer.is_invoiced) == (True, True)
 
@@ -161,10 +156,8 @@ def test_any_primary_key_will_do(model: Any, pk: object, flag: str, db: None) ->
     """A UUID, as itself or as text, and a text name a row as a number does."""
     model.objects.create(pk=pk)
     model.objects.create(pk=uuid.UUID(int=8) if model is Ticket else "other")
-    with model.do_once(pk, flag) as row:
-        assert str(row.pk) == str(pk)
-    with model.do_once(pk, flag) as row:
-        assert row is None
+    assert str(row_for(model, pk, flag).pk) == str(pk)
+    assert row_for(model, pk, flag) is None
     assert model.objects.filter(**{flag: True}).count() == 1
 
 
@@ -172,10 +165,8 @@ def test_a_base_manager_that_hides_rows_hides_none_here(db: None) -> None:
     """do_once uses neither the default manager nor the base manager of the model."""
     guest = Guest.everyone.create()
     assert not Guest._base_manager.exists()
-    with Guest.do_once(guest.pk, "is_greeted") as row:
-        assert row is not None
-    with Guest.do_once(guest.pk, "is_greeted") as row:
-        assert row is None
+    assert row_for(Guest, guest.pk, "is_greeted") == guest
+    assert row_for(Guest, guest.pk, "is_greeted") is None
 
 
 @pytest.fixture
@@ -193,12 +184,9 @@ def test_a_replica_is_never_read(guarantee: Any, two_databases: tuple[str, str])
     """With a router that reads from a replica, row and flag are those of the writer."""
     writer, replica = two_databases
     Person.everyone.using(replica).update(is_welcome_email_sent=True)
-    with Person.do_once(1, "is_welcome_email_sent", guarantee=guarantee) as row:
-        assert row is not None
-        assert row._state.db == writer
+    assert row_for(Person, 1, guarantee=guarantee)._state.db == writer
     Person.everyone.using(replica).update(is_welcome_email_sent=False)
-    with Person.do_once(1, "is_welcome_email_sent", guarantee=guarantee) as row:
-        assert row is None
+    assert row_for(Person, 1, guarantee=guarantee) is None
     assert Person.everyone.using(writer).get(pk=1).is_welcome_email_sent is True
     assert Person.everyone.using(replica).get(pk=1).is_welcome_email_sent is False
 
@@ -206,11 +194,8 @@ def test_a_replica_is_never_read(guarantee: Any, two_databases: tuple[str, str])
 def test_a_transaction_elsewhere_does_not_matter(two_databases: tuple[str, str]) -> None:
     """Inside ``atomic()`` of another database do_once is the outermost of its own."""
     writer, replica = two_databases
-    with (
-        transaction.atomic(using=replica),
-        Person.do_once(1, "is_welcome_email_sent", using=writer) as row,
-    ):
-        assert row is not None
+    with transaction.atomic(using=replica):
+        assert row_for(Person, 1, using=writer) is not None
 
 
 @pytest.mark.parametrize("wish", [Retry("later"), Reject("busy", requeue=True)])
@@ -221,7 +206,7 @@ def test_a_wish_to_run_again_is_an_error_under_at_most_once(
     with (
         hearing(once_failed) as failures,
         pytest.raises(ConfigurationError, match="asked for a retry") as caught,
-        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
+        Person.do_once(person.pk, FLAG, guarantee="at_most_once"),
     ):
         raise wish
     assert caught.value.__cause__ is wish
@@ -230,9 +215,6 @@ def test_a_wish_to_run_again_is_an_error_under_at_most_once(
 
 def test_an_outer_transaction_decides_without_durable(person: Person) -> None:
     """With durable=False a rollback of the outer transaction takes the flag back."""
-    with pytest.raises(ValueError, match="no"), transaction.atomic():
-        with Person.do_once(person.pk, "is_welcome_email_sent", durable=False) as row:
-            assert row is not None
-        raise ValueError("no")
-    with Person.do_once(person.pk, "is_welcome_email_sent") as row:
-        assert row is not None
+    with rolled_back():
+        assert row_for(Person, person.pk, durable=False) == person
+    assert row_for(Person, person.pk) == person

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from django_celery_safe import IdempotentMixin, LockNotAcquired, WrongTransactio
 from django_celery_safe.idempotency.flags import _Once
 from tests.app.models import Account, Customer, Person
 from tests.conftest import MakeDatabase
+from tests.idempotency.test_flags import FLAG, enter, row_for
 from tests.interruption import Interruption
 from tests.processes import (
     FunctionProcess,
@@ -35,15 +36,21 @@ from tests.servers import PostgresServer
 from tests.servers.databases import DatabaseKind, until_somebody_waits, without_autocommit
 
 PKS = range(1, 21)
-FLAG = "is_welcome_email_sent"
 #: How long SQLite waits for its turn, s: it lets waiters in by chance, not in order.
 LONGEST_WAIT = 120
 
 
 @pytest.fixture
 def raced(make_database: MakeDatabase, db_kind: DatabaseKind) -> str:
-    """The alias of a database for a race, at MariaDB's own level of isolation."""
-    return make_patient(make_database, "mariadb-repeatable" if db_kind == "mariadb" else db_kind)
+    """
+    The alias of a database for a race, at MariaDB's own level of isolation.
+
+    Its waiters don't give up on a busy machine.
+    """
+    alias = make_database("mariadb-repeatable" if db_kind == "mariadb" else db_kind)
+    if db_kind.startswith("sqlite"):
+        connections.settings[alias]["OPTIONS"]["timeout"] = LONGEST_WAIT
+    return alias
 
 
 @pytest.mark.sql
@@ -84,30 +91,20 @@ def do_all(
                 journal.write("effect", pk=pk)
 
 
-def make_patient(make_database: MakeDatabase, kind: Any) -> str:
-    """Make a database whose waiters don't give up on a busy machine."""
-    alias = make_database(kind)
-    if kind.startswith("sqlite"):
-        connections.settings[alias]["OPTIONS"]["timeout"] = LONGEST_WAIT
-    return alias
-
-
 def test_rows_that_refer_to_the_row_are_added_while_the_block_runs(postgres_alias: str) -> None:
     """On PostgreSQL an order of a customer waits for no block that mails the customer."""
     account = Account.objects.using(postgres_alias).create()
 
     def refer() -> int:
-        try:
-            with connections[postgres_alias].cursor() as cursor:
+        with closing(connections[postgres_alias]) as connection:
+            with connection.cursor() as cursor:
                 cursor.execute("SET lock_timeout = '30s'")
             Customer(account_ptr_id=account.pk).save_base(raw=True, using=postgres_alias)
             return Customer.objects.using(postgres_alias).count()
-        finally:
-            connections[postgres_alias].close()
 
     with (
         ThreadPoolExecutor(1) as other,
-        Account.do_once(account.pk, "is_welcome_email_sent", using=postgres_alias) as row,
+        Account.do_once(account.pk, FLAG, using=postgres_alias) as row,
     ):
         assert row == account
         assert other.submit(refer).result() == 1
@@ -120,8 +117,7 @@ def test_a_killed_block_is_done_again(guarantee: str, db_alias: str) -> None:
     """A process killed in its block leaves the row free, and undone unless it is at most once."""
     with staying_inside(db_alias, guarantee) as process:
         process.kill()
-        with Person.do_once(1, "is_welcome_email_sent", using=db_alias) as person:
-            assert (person is None) is (guarantee == "at_most_once")
+        assert (row_for(Person, 1, using=db_alias) is None) is (guarantee == "at_most_once")
 
 
 @pytest.mark.sql
@@ -129,12 +125,9 @@ def test_nowait_says_at_once_that_the_row_is_taken(raced: str) -> None:
     """With nowait, a row that someone else has raises LockNotAcquired instead of waiting."""
     with staying_inside(raced):
         asked_at = time.monotonic()
-        for flag in ("is_welcome_email_sent", "is_badge_printed"):
-            with (
-                pytest.raises(LockNotAcquired, match="held by someone else"),
-                Person.do_once(1, flag, using=raced, nowait=True),
-            ):
-                pytest.fail("the block ran")
+        for flag in (FLAG, "is_badge_printed"):
+            with pytest.raises(LockNotAcquired, match="held by someone else"):
+                enter(Person, 1, flag, using=raced, nowait=True)
         assert time.monotonic() - asked_at < LONGEST_WAIT / 2
     wait_for(lambda: _is_free(raced), 30, "the row stayed locked")
 
@@ -144,11 +137,8 @@ def test_nowait_mixes_up_no_other_error(postgres_alias: str) -> None:
     Person.everyone.using(postgres_alias).create(pk=1)
     with connections[postgres_alias].cursor() as cursor:
         cursor.execute("ALTER TABLE app_person RENAME TO gone")
-    with (
-        pytest.raises(DatabaseError, match="app_person"),
-        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias, nowait=True),
-    ):
-        pytest.fail("the block ran")
+    with pytest.raises(DatabaseError, match="app_person"):
+        enter(Person, 1, using=postgres_alias, nowait=True)
 
 
 def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
@@ -156,17 +146,15 @@ def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
     with (
         without_autocommit(postgres_alias),
         pytest.raises(WrongTransaction, match="autocommit off"),
-        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias),
     ):
-        pytest.fail("the block ran")
+        enter(Person, 1, using=postgres_alias)
 
 
 def _is_free(alias: str) -> bool:
-    try:
-        with Person.do_once(1, "is_welcome_email_sent", using=alias, nowait=True):
-            return True
-    except LockNotAcquired:
-        return False
+    with suppress(LockNotAcquired):
+        row_for(Person, 1, using=alias, nowait=True)
+        return True
+    return False
 
 
 def stay_inside(alias: str, guarantee: Any, model: type[IdempotentMixin] = Person) -> None:
@@ -188,11 +176,8 @@ def staying_inside(alias: str, guarantee: Any = "at_least_once") -> Iterator[Fun
 @pytest.mark.sql
 def test_at_most_once_locks_nothing_while_its_block_runs(db_alias: str) -> None:
     """The row, and on SQLite the database, is free for others while the block runs."""
-    with (
-        staying_inside(db_alias, "at_most_once"),
-        Person.do_once(1, "is_badge_printed", using=db_alias, nowait=True) as person,
-    ):
-        assert person is not None
+    with staying_inside(db_alias, "at_most_once"):
+        assert row_for(Person, 1, "is_badge_printed", using=db_alias, nowait=True) is not None
 
 
 def test_a_connection_that_breaks_in_the_block_leaves_it_undone(
@@ -200,15 +185,10 @@ def test_a_connection_that_breaks_in_the_block_leaves_it_undone(
 ) -> None:
     """If the server ends the session meanwhile, the flag is unset and the caller is told."""
     Person.everyone.using(postgres_alias).create(pk=1)
-    with (
-        pytest.raises(DatabaseError),
-        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person,
-    ):
-        assert person is not None
+    with pytest.raises(DatabaseError), Person.do_once(1, FLAG, using=postgres_alias):
         end_sessions(postgres_server, postgres_alias)
     connections[postgres_alias].close()
-    with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
-        assert person is not None
+    assert row_for(Person, 1, using=postgres_alias) is not None
 
 
 def end_sessions(server: PostgresServer, alias: str) -> None:
@@ -229,11 +209,8 @@ def test_the_rows_of_one_object_are_locked_together(
     Customer.objects.using(db_alias).create(pk=1)
     with start_in_process(stay_inside, db_alias, "at_least_once", inside) as process:
         process.receive()
-        with (
-            pytest.raises(LockNotAcquired),
-            other.do_once(1, "is_welcome_email_sent", using=db_alias, nowait=True),
-        ):
-            pytest.fail("the block ran")
+        with pytest.raises(LockNotAcquired):
+            enter(other, 1, using=db_alias, nowait=True)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +225,7 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
     isolate(postgres_alias, level)
     Person.everyone.using(postgres_alias).create(pk=1)
     with ThreadPoolExecutor(1) as pool:
-        with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
-            assert person is not None
+        with Person.do_once(1, FLAG, using=postgres_alias):
             second = pool.submit(is_ours, postgres_alias, guarantee)
             until_somebody_waits(postgres_alias)
             now[0] += 3600
@@ -265,11 +241,9 @@ def test_what_serializable_refuses_at_the_commit_begins_again(
     journal = Journal(tmp_path / "effects.jsonl")
 
     def do(seed: int) -> None:
-        try:
+        with closing(connections[postgres_alias]):
             # Each in an order of its own.
             do_all(postgres_alias, journal, Random(seed).sample(PKS, len(PKS)), "at_most_once")
-        finally:
-            connections[postgres_alias].close()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(do, range(4)))
@@ -287,8 +261,7 @@ def test_a_snapshot_that_is_too_old_is_explained(postgres_alias: str) -> None:
         assert Person.everyone.using(postgres_alias).exists()  # the snapshot is made
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(is_ours, postgres_alias, "at_least_once").result() is True
-        with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias, durable=False):
-            pytest.fail("the block ran")
+        enter(Person, 1, using=postgres_alias, durable=False)
     assert getattr(caught.value.__cause__, "sqlstate", None) == "40001"
 
 
@@ -303,11 +276,8 @@ def isolate(alias: str, level: str) -> None:
 
 def is_ours(alias: str, guarantee: Any) -> bool:
     """Do it, in a thread of its own; return whether it was to be done."""
-    try:
-        with Person.do_once(1, "is_welcome_email_sent", using=alias, guarantee=guarantee) as person:
-            return person is not None
-    finally:
-        connections[alias].close()
+    with closing(connections[alias]):
+        return row_for(Person, 1, using=alias, guarantee=guarantee) is not None
 
 
 @pytest.mark.parametrize(

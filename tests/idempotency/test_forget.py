@@ -8,21 +8,14 @@ from datetime import timedelta
 import pytest
 from django.db import connections, transaction
 
-from django_celery_safe import AlreadyClaimed, forget_record, idempotent
+from django_celery_safe import AlreadyClaimed, forget_record
 from django_celery_safe.idempotency.records import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
+from tests.idempotency.test_claims import do
 from tests.servers.databases import until_somebody_waits
 
 #: A lease that no test outlasts.
 LEASE = timedelta(hours=10)
-
-
-def do(key: str, alias: str) -> bool:
-    """Do the work of a key, and return whether it was not done already."""
-    with idempotent(key, using=alias) as claim:
-        if claim:
-            claim.finish()
-        return bool(claim)
 
 
 def begin(key: str, alias: str, lease: timedelta = LEASE) -> None:
@@ -38,11 +31,11 @@ def test_forgotten_work_is_done_again(
 ) -> None:
     """Its record goes, which is logged with the whole key; other records stay."""
     caplog.set_level(logging.INFO, "django_celery_safe.record_forgotten")
-    assert do(key, db_alias)
-    assert do("mail:2", db_alias)
+    assert do(key, using=db_alias)
+    assert do("mail:2", using=db_alias)
     assert forget_record(plain_name(key), using=db_alias)
     assert not forget_record(key, using=db_alias)
-    assert [do(key, db_alias), do("mail:2", db_alias)] == [True, False]
+    assert [do(key, using=db_alias), do("mail:2", using=db_alias)] == [True, False]
     assert forget_record(key, using=db_alias)
     assert [vars(record)["safe_key"] for record in caplog.records] == [key, key]
 

@@ -14,6 +14,7 @@ import pytest
 from celery import shared_task
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from django.db import transaction
+from django.db.models import F
 from django.test import TestCase
 from pytest_django import Settings
 
@@ -30,6 +31,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.events import CLAIM_FAILED, CLAIM_REPEATED
 from django_celery_safe.models import IdempotencyRecord
 from tests.conftest import MakeDatabase
+from tests.idempotency.test_claims import do, enter, result_of_repeat
 from tests.sending.conftest import hearing
 from tests.servers.databases import registered, sqlite_settings
 
@@ -64,11 +66,8 @@ def test_the_block_is_done_once(db: None) -> None:
         claim.finish({"charge": "ch_1"})
     assert claim.result == {"charge": "ch_1"}
     for _ in range(2):
-        with idempotent("invoice:1") as claim:
-            assert not claim
-            assert claim.result == {"charge": "ch_1"}
-    with idempotent("invoice:2") as claim:
-        assert claim
+        assert result_of_repeat() == {"charge": "ch_1"}
+    assert do("invoice:2")
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,7 @@ def test_what_failed_is_done_by_the_next(error: BaseException, is_told: bool, db
         raise error
     assert records.get().state == IdempotencyRecord.State.FAILED
     assert len(told) == is_told
-    with idempotent("invoice:1") as claim:
-        assert claim
+    assert do()
     record = records.get()
     assert (record.state, record.claims, record.error) == ("done", 2, "")
 
@@ -93,8 +91,7 @@ def test_an_error_after_finish_leaves_it_done(db: None) -> None:
     with pytest.raises(ValueError, match="no"), idempotent("invoice:1") as claim:
         claim.finish(1)
         raise ValueError("no")
-    with idempotent("invoice:1") as claim:
-        assert (bool(claim), claim.result) == (False, 1)
+    assert result_of_repeat() == 1
 
 
 def test_while_it_is_done_another_is_told_by_whom(db: None) -> None:
@@ -102,17 +99,12 @@ def test_while_it_is_done_another_is_told_by_whom(db: None) -> None:
     with idempotent("invoice:1", timeout=20) as claim:
         assert claim
         with pytest.raises(AlreadyClaimed) as caught:
-            Context().run(enter_block)
+            # In an empty context, as code outside of the block does.
+            Context().run(enter)
     assert caught.value.key == "invoice:1"
     assert caught.value.task_id is None
     assert "process " in caught.value.holder
     assert 0 < caught.value.remaining <= 20
-
-
-def enter_block() -> None:
-    """Ask for what is being done; in an empty Context, as code outside of the block does."""
-    with idempotent("invoice:1"):
-        pytest.fail("the block ran")
 
 
 def test_work_that_asks_for_itself_is_told(db: None) -> None:
@@ -120,25 +112,21 @@ def test_work_that_asks_for_itself_is_told(db: None) -> None:
     with idempotent("invoice:1") as outer:
         assert outer
         with pytest.raises(ConfigurationError, match="would wait for itself") as caught:
-            enter_block()
+            enter()
         assert not isinstance(caught.value, AlreadyClaimed)
         with idempotent("invoice:2") as inner:
             assert inner
             with pytest.raises(ConfigurationError, match="would wait for itself"):
-                enter_block()
-    with idempotent("invoice:1") as repeat:
-        assert not repeat
+                enter()
+    assert not do()
 
 
 def test_a_block_needs_a_text_as_its_key(db: None) -> None:
     """Only the decorator has arguments, from which a key could be made."""
     keys: list[Any] = ["", ["number"], charge]
     for key in keys:
-        with (
-            pytest.raises(ConfigurationError, match="needs a string, not empty"),
-            idempotent(key=key),
-        ):
-            pytest.fail("the block ran")
+        with pytest.raises(ConfigurationError, match="needs a string, not empty"):
+            enter(key)
     with pytest.raises(ConfigurationError, match="key=None"):
         idempotent(None)  # type: ignore[call-overload]
     assert not records.exists()
@@ -215,8 +203,7 @@ def test_finish_refuses_what_can_not_be_kept(db: None) -> None:
                 claim.finish(result)
         assert records.get().state == IdempotencyRecord.State.RUNNING
         claim.finish("less")
-    with idempotent("invoice:1") as claim:
-        assert (bool(claim), claim.result) == (False, "less")
+    assert result_of_repeat() == "less"
 
 
 # The decorator.
@@ -370,7 +357,9 @@ def test_what_is_over_is_done_again(db: None) -> None:
         with idempotent("invoice:1", ttl=ttl) as claim:
             assert (bool(claim), claim.result) == (False, result)
         assert records.get().claims == result
-        _let_time_pass(timedelta(seconds=3))
+        # The clock of records is the database's.
+        names = ("ends_at", "claimed_at", "ended_at", "expires_at")
+        records.update(**{name: F(name) - timedelta(seconds=3) for name in names})
 
 
 def test_the_settings_say_how_long_it_counts(db: None, settings: Settings) -> None:
@@ -382,17 +371,7 @@ def test_the_settings_say_how_long_it_counts(db: None, settings: Settings) -> No
         record = records.annotate(now=Now()).get()
         assert 40 < (record.ends_at - record.now).total_seconds() <= 50
     record = records.annotate(now=Now()).get()
-    assert record.expires_at is not None
     assert 90 < (record.expires_at - record.now).total_seconds() <= 100
-
-
-def _let_time_pass(age: timedelta) -> None:
-    """Set the moments of all records back: their clock is the database's."""
-    for record in records.all():
-        for name in ("ends_at", "claimed_at", "ended_at", "expires_at"):
-            if moment := getattr(record, name):
-                setattr(record, name, moment - age)
-        record.save()
 
 
 # Transactions.
@@ -405,13 +384,12 @@ class InPlainTestCase(TestCase):
         """Neither the claim nor its end needs a TransactionTestCase."""
         with idempotent("invoice:1") as claim, transaction.atomic():
             claim.finish(1)
-        with idempotent("invoice:1") as claim:
-            assert (bool(claim), claim.result) == (False, 1)
+        assert result_of_repeat() == 1
 
     def test_inside_atomic_it_is_refused(self) -> None:
         """An atomic() of the code under test does count."""
-        with transaction.atomic(), pytest.raises(WrongTransaction), idempotent("invoice:1"):
-            pytest.fail("the block ran")
+        with transaction.atomic(), pytest.raises(WrongTransaction):
+            enter()
 
 
 # Where the work is done, and what it gave is no result.
@@ -468,11 +446,8 @@ def test_a_time_limit_while_the_result_is_written_down_stays_one(db: None) -> No
 @pytest.mark.parametrize("field", ["{pk}", "{user[pk]}", "{n:03}"])
 def test_a_forgotten_f_string_is_refused(field: str, db: None) -> None:
     """A field in the key of a block would be the same for all."""
-    with (
-        pytest.raises(ConfigurationError, match="Write the key as an f-string"),
-        idempotent(f"a:{field}"),
-    ):
-        pytest.fail("the block ran")
+    with pytest.raises(ConfigurationError, match="Write the key as an f-string"):
+        enter(f"a:{field}")
 
 
 def test_it_stands_below_single_instance() -> None:

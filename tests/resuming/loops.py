@@ -75,6 +75,5 @@ def die_after(carried: Carried, count: int, items: Any, **options: Any) -> None:
         with suppress(Stop):
             whole(task)
 
-    carried.body = body
     (message,) = carried.relay() or [carried.send()]
-    leave_dead(carried, message, after_body=True)
+    leave_dead(carried, message, after=body)

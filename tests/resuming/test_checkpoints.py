@@ -43,16 +43,10 @@ def read_emails(alias: str) -> list[str]:
     return [*Person.everyone.using(alias).order_by("pk").values_list("email", flat=True)]
 
 
-def die_in(carried: Carried, body: Callable[..., Any]) -> None:
-    """Let a process die at the end of a body."""
-    carried.body = body
-    leave_dead(carried, carried.send(), after_body=True)
-
-
 @pytest.mark.sql
 def test_a_killed_task_reads_its_last_checkpoint(carried: Carried) -> None:
     """The writes of a block are committed together with its cursor."""
-    die_in(carried, read_lines(carried.alias, until=6))
+    leave_dead(carried, carried.send(), after=read_lines(carried.alias, until=6))
     assert run(carried, read_lines(carried.alias)) == ("SUCCESS", 6)
     assert read_emails(carried.alias) == LINES
 
@@ -67,7 +61,7 @@ def test_a_block_that_is_rolled_back_takes_its_cursor_along(carried: Carried) ->
             checkpoint(["b", 2])
             stop()
 
-    die_in(carried, body)
+    leave_dead(carried, carried.send(), after=body)
     assert run(carried, lambda task: resumed_at()) == ("SUCCESS", ["a", 1])
 
 
@@ -155,8 +149,7 @@ def test_the_place_of_a_key_in_a_carried_task_is_the_keys(carried: Carried) -> N
 
     message = carried.send()
     carried.rows.update(deaths=2)
-    carried.body = body
-    leave_dead(carried, message, after_body=True)
+    leave_dead(carried, message, after=body)
     assert (carried.row.deaths, carried.row.progress) == (0, "")
     assert run(carried, body) == ("SUCCESS", "done before")
 
@@ -179,8 +172,7 @@ def test_a_task_and_a_key_inside_it_have_a_place_each(key_first: bool, carried: 
                 loop(rows, {4: stop} if deaths else None)()
 
     deaths = [1]
-    carried.body = body
-    leave_dead(carried, carried.send(), after_body=True)
+    leave_dead(carried, carried.send(), after=body)
     deaths.clear()
     assert run(carried, body).state == "SUCCESS"
     assert written(carried.alias) == EACH_ONCE
@@ -191,7 +183,7 @@ def test_deaths_at_one_place_are_deaths_without_progress(carried: Carried) -> No
     carried.body = lambda task: checkpoint(resumed_at() or 0)
     message = carried.send()
     for _ in range(3):
-        leave_dead(carried, message, after_body=True)
+        leave_dead(carried, message, after=carried.body)
         (message,) = carried.relay()
     assert type(run(carried, carried.body, message).value) is TaskPoisoned
 
@@ -219,35 +211,23 @@ def test_the_last_chunk_is_not_handed_over(carried: Carried, shut_down: ShutDown
     assert run(carried, loop(fill(carried.alias), {10: shut_down})) == ("SUCCESS", "done")
 
 
-def swallow(task: Any, walk: Callable[[], Any]) -> Any:
-    """Catch whatever ends the loop."""
-    with suppress(Exception):
-        walk()
-
-
-def retry(task: Any, walk: Callable[[], Any]) -> Any:
-    """Retry whatever ends the loop."""
-    try:
-        walk()
-    except Exception as error:
-        raise task.retry(exc=error, countdown=1000) from error
-
-
-def translate(task: Any, walk: Callable[[], Any]) -> Any:
-    """Raise another error instead of what ends the loop."""
-    try:
-        walk()
-    except Exception as error:
-        raise ValueError("the import failed") from error
-
-
-@pytest.mark.parametrize("body", [swallow, retry, translate])
+@pytest.mark.parametrize("way", ["swallow", "retry", "translate"])
 def test_what_the_task_makes_of_it_does_not_count(
-    carried: Carried, shut_down: ShutDown, body: Callable[..., Any]
+    carried: Carried, shut_down: ShutDown, way: str
 ) -> None:
     """Otherwise a half of the work would be done, failed or put off."""
     walk = loop(fill(carried.alias), {1: shut_down})
-    assert run(carried, lambda task: body(task, walk)).state == "IGNORED"
+
+    def body(task: Any) -> None:
+        try:
+            walk()
+        except Exception as error:
+            if way == "retry":
+                raise task.retry(exc=error, countdown=1000) from error
+            if way == "translate":
+                raise ValueError("the import failed") from error
+
+    assert run(carried, body).state == "IGNORED"
     assert (carried.row.state, carried.row.progress) == ("pending", "3/10")
     assert carried.waits <= 0
     assert not carried.mailbox.take()

@@ -432,8 +432,8 @@ def test_a_run_that_lost_its_claim_begins_no_loop(carried: Carried) -> None:
 
 def test_its_place_is_kept_until_the_task_ends(carried: Carried) -> None:
     """A process that dies behind the loop leaves a task that walks nothing again."""
-    carried.body = walk = loop(fill(carried.alias))
-    leave_dead(carried, carried.send(), after_body=True)
+    walk = loop(fill(carried.alias))
+    leave_dead(carried, carried.send(), after=walk)
     assert run(carried, walk) == ("SUCCESS", "done")
     assert written(carried.alias) == EACH_ONCE
 

@@ -48,12 +48,22 @@ class Carried:
         (task or self.task).apply_async_on_commit(args, using=self.alias, **options)
         return self.mailbox.take_one()
 
+    def run(self, body: Body, *args: Any, **options: Any) -> Outcome:
+        """Send the task, which does this from now on, and run it."""
+        self.body = body
+        return self.mailbox.deliver(self.send(*args, **options))
+
     def relay(self) -> list[Message]:
         """Send what is due, as a relay does; return it."""
         relay = Relay(self.alias)
         while relay.relay_batch():
             pass
         return self.mailbox.take()
+
+    def run_again(self) -> Outcome:
+        """Run the only message that a relay has to send."""
+        (message,) = self.relay()
+        return self.mailbox.deliver(message)
 
     def deliver_elsewhere(self, message: Message) -> Outcome:
         """Run a message as another process does, while this one is inside a task."""
@@ -77,24 +87,24 @@ class Carried:
     def waits(self) -> float:
         """In how many seconds a relay looks at the only row."""
         row = self.rows.annotate(left=F("due_at") - Now()).get()
-        seconds: float = row.left.total_seconds()
-        return seconds
+        return float(row.left.total_seconds())
 
 
-def leave_dead(carried: Carried, message: Message, *, after_body: bool = False) -> None:
+def leave_dead(carried: Carried, message: Message, after: Body | None = None) -> None:
     """
     Begin the task of a message as a process that dies in it, and whose lease is over.
 
     Args:
-        after_body: It dies when its work is done, before that is recorded.
+        after: What the task does from now on; the process dies when that is done, before it is
+            recorded.
     """
 
     class Death(BaseException):
         """The end of a process, after which nothing of it is done."""
 
     def die(task: Any, *args: Any) -> None:
-        if after_body:
-            body(task, *args)
+        if after is not None:
+            after(task, *args)
         row = carried.row
         before.update({name: getattr(row, name) for name in ("token", "holder")})
         raise Death
@@ -103,7 +113,7 @@ def leave_dead(carried: Carried, message: Message, *, after_body: bool = False) 
     body, carried.body = carried.body, die
     with pytest.raises(Death):
         carried.mailbox.deliver(message)
-    carried.body = body
+    carried.body = after or body
     carried.rows.update(state="running", error="", **before)
     carried.make_due()
 

@@ -19,7 +19,7 @@ from django_celery_safe.models.message_states import OutboxMessages
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.kinds import kind_of
-from tests.listening import handling
+from tests.listening import handling, receiving
 from tests.processes import dead_port
 from tests.sending.carrying import Carried
 from tests.sending.published import Published, Sent, take_published
@@ -59,11 +59,18 @@ def make_due(alias: str) -> None:
 
 
 @contextmanager
-def dying_sender(alias: str) -> Iterator[None]:
-    """Commit what the block sends, as a process that is killed before it publishes it."""
+def dying_sender(alias: str, *, due: bool = False) -> Iterator[None]:
+    """
+    Commit what the block sends, as a process that is killed before it publishes it.
+
+    Args:
+        due: Let all that is pending be due after that.
+    """
     with transaction.atomic(using=alias):
         yield
         connections[alias].run_on_commit.clear()
+    if due:
+        make_due(alias)
 
 
 def ids(messages: list[Published]) -> list[str]:
@@ -99,13 +106,8 @@ def make_app(redis_server: RedisServer) -> Iterator[MakeApp]:
 
         def make(**conf: Any) -> Celery:
             app = Celery("own", set_as_current=False)
-            app.conf.update(
-                {
-                    "broker_url": redis_server.database_url(1),
-                    "result_backend": redis_server.database_url(2),
-                    **conf,
-                }
-            )
+            broker, results = (redis_server.database_url(number) for number in (1, 2))
+            app.conf.update({"broker_url": broker, "result_backend": results, **conf})
             stack.callback(app.close)
             return app
 
@@ -113,17 +115,9 @@ def make_app(redis_server: RedisServer) -> Iterator[MakeApp]:
 
 
 @pytest.fixture
-def called_ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ports that sockets of this process tried to connect to, in order."""
-    ports: list[int] = []
-    connect = socket.socket.connect
-
-    def recording(self: socket.socket, address: Any) -> None:
-        ports.extend(address[1:2] if isinstance(address, tuple) else ())
-        connect(self, address)
-
-    monkeypatch.setattr(socket.socket, "connect", recording)
-    return ports
+def without_broker(make_app: MakeApp) -> Celery:
+    """An app whose broker refuses connections."""
+    return make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY)
 
 
 @pytest.fixture
@@ -157,8 +151,7 @@ def hearing(*signals: Any) -> Iterator[list[dict[str, Any]]]:
             if isinstance(signal, Event):
                 stack.enter_context(handling(_FieldsHandler(signal, heard), signal.logger.name))
             else:
-                signal.connect(hear, weak=False)
-                stack.callback(signal.disconnect, hear)
+                stack.enter_context(receiving(signal, hear))
         yield heard
 
 
@@ -173,13 +166,6 @@ class _FieldsHandler(logging.Handler):
         extra = vars(record).items()
         fields = {name[5:]: value for name, value in extra if name.startswith("safe_")}
         self.heard.append({"signal": self.event, **fields})
-
-
-def take_records(caplog: pytest.LogCaptureFixture, event: Event) -> list[logging.LogRecord]:
-    """Return the records of an event since the last time, and forget all others."""
-    found = [record for record in caplog.records if record.name == event.logger.name]
-    caplog.clear()
-    return found
 
 
 @pytest.fixture

@@ -169,14 +169,6 @@ def test_arguments_that_do_not_fit_are_an_error_at_the_call(sent: Sent) -> None:
     assert sent() == []
 
 
-def test_a_header_that_no_row_can_keep_is_an_error_at_the_call(sent: Sent) -> None:
-    """The outbox refuses it before the commit."""
-    headers = {"ours": [{1: object()}]}
-    with transaction.atomic(), pytest.raises(NotSerializable, match=f"header of task {take.name}"):
-        take.apply_async_on_commit((1,), headers=headers, outbox=True)
-    assert sent() == []
-
-
 def test_what_looks_alike_can_be_sent(sent: Sent) -> None:
     """Repeated values, tuples, bytes, and the types of kombu's JSON are plain data."""
     shared = [1, 2]

@@ -227,9 +227,8 @@ def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried, is_closed: boo
             connections[carried.alias].close()
         return result
 
-    carried.body = lose
     with hearing(claim_lost) as heard:
-        state, error = carried.mailbox.deliver(carried.send(1))
+        state, error = carried.run(lose, 1)
     assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert len(heard) == 1
     assert not carried.rows.exists()
@@ -243,8 +242,7 @@ def test_a_run_that_lost_its_claim_leaves_the_row_alone(
     """Another run has it, and has not ended; without its row it would be lost with its process."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": retention}}
     fail = raising(end) if end else lambda task: None
-    carried.body = lambda task: carried.rows.update(token="another") and fail(task)
-    state, error = carried.mailbox.deliver(carried.send())
+    state, error = carried.run(lambda task: carried.rows.update(token="another") and fail(task))
     assert (state, type(error.__cause__)) == ("IGNORED", type(end) if end else ClaimLost)
     assert (carried.row.state, carried.row.token) == ("running", "another")
 
@@ -283,9 +281,8 @@ def test_no_answer_loses_a_replacement(carried: Carried, monkeypatch: pytest.Mon
         lose_commit(carried.alias, monkeypatch)
         raise task.replace(plain.si())
 
-    carried.body = replace
     with hearing(claim_lost) as told:
-        assert carried.mailbox.deliver(carried.send()).state == "IGNORED"
+        assert carried.run(replace).state == "IGNORED"
     assert (carried.row.task, carried.row.attempt, told) == (plain.name, "", [])
 
 
@@ -305,8 +302,7 @@ def test_a_retry_is_sent_however_it_is_written(carried: Carried, how: str) -> No
                 raise task.retry(countdown=0)
 
     task = carried.make_task("tests.other", autoretry_for=(OSError,), retry_backoff=0)
-    carried.body = retry
-    carried.mailbox.deliver(carried.send(1, task=task))
+    carried.run(retry, 1, task=task)
     assert (carried.row.state, carried.row.deaths) == ("sent", 0)
     assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "SUCCESS"
     assert (len(carried.calls), carried.rows.count()) == (2, 0)
@@ -329,15 +325,13 @@ def test_a_task_that_leaves_a_transaction_open_fails(
         if error is ValueError:
             raise ValueError("no such order")
 
-    carried.body = leave_open
     task = carried.make_task("tests.other", autoretry_for=(WrongTransaction,), max_retries=0)
-    state, raised = carried.mailbox.deliver(carried.send(1, task=task))
+    state, raised = carried.run(leave_open, 1, task=task)
     assert (state, type(raised)) == ("FAILURE", error)
     assert (carried.row.state, carried.row.error_type) == ("failed", error.__name__)
     assert not Person.everyone.using(carried.alias).exists()
     # The next task of the process begins as any other.
-    carried.body = lambda task, number: number
-    assert carried.mailbox.deliver(carried.send(2)) == ("SUCCESS", 2)
+    assert carried.run(lambda task, number: number, 2) == ("SUCCESS", 2)
 
 
 def test_a_run_that_can_not_begin_is_not_retried(carried: Carried) -> None:
@@ -355,8 +349,7 @@ def test_a_run_that_can_not_begin_is_not_retried(carried: Carried) -> None:
     assert carried.mailbox.take() == []
     assert (carried.row.state, carried.calls) == ("sent", [])
     carried.make_due()
-    (again,) = carried.relay()
-    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert carried.run_again() == ("SUCCESS", 1)
     assert (carried.calls, carried.rows.count()) == ([1], 0)
 
 
@@ -394,10 +387,8 @@ def test_a_failed_task_is_kept(carried: Carried) -> None:
 )
 def test_how_other_ends_leave_the_row(carried: Carried, error: Exception, state: str) -> None:
     """Ignore ends it well, Reject fails it or leaves it to its message, a time limit fails it."""
-    carried.body = raising(error)
     # autoretry_for takes a Reject for an error, but the row says what becomes of the task.
-    task = carried.make_task("tests.other", autoretry_for=(Reject,))
-    carried.mailbox.deliver(carried.send(task=task))
+    carried.run(raising(error), task=carried.make_task("tests.other", autoretry_for=(Reject,)))
     assert carried.mailbox.take() == []
     rows = [row.state for row in carried.rows.all()]
     assert rows == ([] if state == "gone" else [state])
@@ -421,9 +412,8 @@ def test_a_process_that_is_told_to_end_gives_its_task_back(
     carried: Carried, error: BaseException, state: str, deaths: int
 ) -> None:
     """The task is due at once; one that leaves by itself has died."""
-    carried.body = raising(error)
     with pytest.raises(type(error)):
-        carried.mailbox.deliver(carried.send())
+        carried.run(raising(error))
     assert (carried.row.state, carried.row.deaths) == (state, deaths)
     assert len(carried.relay()) == (state == "pending")
 
@@ -505,16 +495,13 @@ def test_what_follows_is_written_as_the_row_ends(carried: Carried, kind: str) ->
     }[kind]()
     seen: list[list[str]] = []
 
-    def look(sender: str, **kwargs: Any) -> None:
+    def look(**kwargs: Any) -> None:
         seen.append([row.task for row in carried.rows.order_by("task")])
 
     send_on_commit(canvas, using=carried.alias)
     message = carried.mailbox.take_one()
-    after_task_publish.connect(look)
-    try:
+    with receiving(after_task_publish, look):
         assert carried.mailbox.deliver(message) == ("SUCCESS", 1)
-    finally:
-        after_task_publish.disconnect(look)
     following = carried.mailbox.take()
     assert sorted(one.headers["task"] for one in following) == wanted
     assert seen == [wanted] * len(wanted)
@@ -596,8 +583,8 @@ def test_a_refused_message_says_so_whatever_the_refusal_says(carried: Carried) -
 
 def test_a_task_that_calls_itself_is_one_run(carried: Carried) -> None:
     """Celery copies the request for the inner call, which is no delivery of the message."""
-    carried.body = lambda task, number: number + task(number - 1) if number else 0
-    assert carried.mailbox.deliver(carried.send(3)) == ("SUCCESS", 6)
+    outcome = carried.run(lambda task, number: number + task(number - 1) if number else 0, 3)
+    assert outcome == ("SUCCESS", 6)
     assert (carried.calls, carried.rows.count()) == ([3, 2, 1, 0], 0)
 
 
@@ -655,8 +642,7 @@ def test_a_begun_task_is_no_duplicate(carried: Carried) -> None:
     assert held.token not in begun.get().error
     carried.mailbox.deliver(second)
     begun.update(due_at=Now() - timedelta(seconds=1))
-    (again,) = carried.relay()
-    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert carried.run_again() == ("SUCCESS", 1)
 
 
 @pytest.mark.parametrize("until", ["start", 600])
@@ -694,8 +680,7 @@ def test_a_claim_or_an_end_that_the_database_refuses(carried: Carried) -> None:
     assert carried.task.AsyncResult(message.id).state == "RETRY"
     assert (carried.row.state, carried.row.error) == ("running", "")
     carried.make_due()
-    (again,) = carried.relay()
-    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert carried.run_again() == ("SUCCESS", 1)
 
 
 def test_a_failure_that_can_not_be_recorded(
@@ -752,9 +737,8 @@ def test_a_row_ends_after_the_lock_of_its_run(carried: Carried) -> None:
     def look(*args: Any, **event: Any) -> None:
         held.append(find_lock("tests.carried:7") is not None)
 
-    carried.body = look
     with receiving(message_done, look):
-        carried.mailbox.deliver(carried.send(single_instance={"key": "7"}))
+        carried.run(look, single_instance={"key": "7"})
     assert held == [True, False]
 
 
@@ -764,9 +748,8 @@ def test_a_duplicate_leaves_no_row(carried: Carried) -> None:
     first = carried.send(1, task=task)
     second = task.apply_async_on_commit((2,), using=carried.alias)
     assert (second.id, second.is_duplicate) == (first.id, True)
-    with dying_sender(carried.alias):
+    with dying_sender(carried.alias, due=True):
         task.apply_async_on_commit((3,), using=carried.alias)
-    carried.rows.exclude(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
     assert carried.relay() == []
     assert carried.row.task_id == first.id
 
@@ -798,10 +781,9 @@ def test_what_expired_is_not_sent_again(carried: Carried) -> None:
 
 def test_a_result_that_can_not_be_stored_fails_the_row(carried: Carried) -> None:
     """As it fails the task, which is not retried for it; a result that is ignored harms nothing."""
-    carried.body = lambda task: object()
     for options in ({}, {"autoretry_for": (Exception,), "max_retries": 3}):
         task = carried.make_task(f"tests.other{len(options)}", **options)
-        assert carried.mailbox.deliver(carried.send(task=task)).state == "FAILURE"
+        assert carried.run(lambda task: object(), task=task).state == "FAILURE"
         assert (carried.row.state, carried.row.error_type) == ("failed", "EncodeError")
         assert carried.mailbox.take() == []
         carried.rows.all().delete()
@@ -837,8 +819,7 @@ def test_what_replaces_a_task_is_carried(carried: Carried) -> None:
     def replace(task: Any, number: Any) -> Any:
         return task.replace(chord([first, second], last)) if number == 1 else number
 
-    carried.body = replace
-    assert carried.mailbox.deliver(carried.send(1)).state == "IGNORED"
+    assert carried.run(replace, 1).state == "IGNORED"
     waiting = carried.mailbox.take()
     assert len(waiting) == 2
     assert {row.task_id for row in carried.rows.all()} == {one.id for one in waiting}
@@ -858,8 +839,7 @@ def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -
         if state == "FAILURE":
             raise ValueError("no such order")
 
-    carried.body = lose_connection
-    assert carried.mailbox.deliver(carried.send()).state == state
+    assert carried.run(lose_connection).state == state
     assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
 
 
@@ -885,7 +865,7 @@ def test_the_task_of_a_killed_process_is_due_at_once(
 
     It comes again, so the same is still a duplicate.
     """
-    task = carried.make_task("tests.killed", single_instance(key=[], unique_until="end"))
+    task = make_unique(carried, "tests.killed")
     message = carried.send(task=task)
     leave_dead(carried, message)
     holder = encode_holder(message.id, Holder(host=host, pid=pid))

@@ -14,6 +14,7 @@ from django_celery_safe import ConfigurationError, NotSerializable, SafeTask, se
 from tests.app.celery import app
 from tests.app.models import Person
 from tests.app.tasks import add, total
+from tests.sending.conftest import rolled_back
 from tests.sending.published import ids_in, take_published
 from tests.servers import RedisServer
 
@@ -74,10 +75,9 @@ class EagerTests(TestCase):
     def test_a_send_waits_for_the_callbacks(self) -> None:
         """Nothing runs before captureOnCommitCallbacks does it, nor after a rollback."""
         with self.captureOnCommitCallbacks(execute=True) as callbacks:
-            with transaction.atomic():
+            with rolled_back():
                 join.delay_on_commit(1)
                 send_on_commit(group(join.s(2), join.s(3)))
-                transaction.set_rollback(True)
             result = join.delay_on_commit(4, key=5)
             assert effects == []
             assert (result.state, result.result) == ("PENDING", None)
@@ -131,9 +131,8 @@ def test_captured_callbacks_publish_for_real(redis_server: RedisServer) -> None:
     """Without eager mode, a TestCase's captured callbacks send to the broker."""
     with TestCase.captureOnCommitCallbacks(execute=True), transaction.atomic():
         result = add.delay_on_commit(1)
-        with transaction.atomic():
+        with rolled_back():
             add.delay_on_commit(2)
-            transaction.set_rollback(True)
         assert take_published(redis_server) == []
     assert isinstance(result, AsyncResult)
     assert [message.id for message in take_published(redis_server)] == [result.id]

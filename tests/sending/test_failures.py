@@ -14,7 +14,7 @@ from django_celery_safe import send_on_commit
 from django_celery_safe.signals import task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
-from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, refusing
+from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, refusing, rolled_back
 from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
 
@@ -38,10 +38,9 @@ def test_nothing_is_contacted_before_the_commit(
     """A send inside the transaction connects neither to the broker nor to the result backend."""
     url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
     app = make_app(broker_url=url, result_backend={"redis": url, "rpc": "rpc://"}[backend])
-    with transaction.atomic():
+    with rolled_back():
         SENDS[name](app.tasks[add.name])
         assert count_calls(silent) == 0
-        transaction.set_rollback(True)
     assert count_calls(silent) == 0
 
 
@@ -77,18 +76,14 @@ def test_the_others_go_out_when_the_broker_refuses_one_message(
     """A broker that refuses one member of a group, but is there, gets the other members."""
     with redis_server.client(db=1) as client:
         client.set("broken", "no list, so nothing can be pushed")
-        with (
-            hearing(task_send_failed) as failures,
-            hearing(task_sent) as successes,
-            transaction.atomic(),
-        ):
+        with hearing(task_send_failed) as failed, hearing(task_sent) as told, transaction.atomic():
             members = [add.s(1), add.s(2).set(queue="broken"), add.s(3)]
             result = send_on_commit(group(members), retry_policy=ONE_TRY)
             chained = send_on_commit(chain(add.s(4), add.s(5)))
         client.delete("broken")
     kept = [result[0].id, result[2].id, chained.parent.id]
-    assert [failure["task_id"] for failure in failures] == [result[1].id]
-    assert [success["task_id"] for success in successes] == kept
+    assert [one["task_id"] for one in failed] == [result[1].id]
+    assert [one["task_id"] for one in told] == kept
     assert [message.id for message in sent()] == kept
     assert "WRONGTYPE" in str(result.send_error)
     assert chained.send_error is None

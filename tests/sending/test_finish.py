@@ -29,6 +29,7 @@ from tests.concurrency.mailbox import Mailbox
 from tests.kinds import more_for_claim
 from tests.processes import wait_for
 from tests.sending.carrying import Carried, leave_dead
+from tests.sending.conftest import rolled_back
 from tests.sending.test_carried import BRACKETS
 
 
@@ -69,11 +70,6 @@ def test_it_commits_with_the_body(carried: Carried) -> None:
     assert len([sql for sql in ours if not sql.startswith(BRACKETS)]) == wanted
 
 
-def renewer_has_leases() -> bool:
-    """Return whether this process renews any lease."""
-    return any(lane.leases for lane in renewer.lanes.values())
-
-
 @pytest.mark.parametrize("result", ["stored", None])
 def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> None:
     """The next run returns the result, however many processes died in the task."""
@@ -82,11 +78,9 @@ def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> 
         with transaction.atomic(using=carried.alias):
             write(carried, result)
 
-    carried.body = work
-    leave_dead(carried, carried.send(1), after_body=True)
-    (again,) = carried.relay()
+    leave_dead(carried, carried.send(1), after=work)
     carried.rows.update(deaths=99)
-    assert carried.mailbox.deliver(again) == ("SUCCESS", result)
+    assert carried.run_again() == ("SUCCESS", result)
     assert carried.calls == [1]
     assert (carried.rows.count(), count_written(carried)) == (0, 1)
 
@@ -96,10 +90,8 @@ def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
     follower = carried.make_task("tests.follower")
     parts = chain(carried.task.s(1), follower.s().set(using=carried.alias))
     send_on_commit(parts, using=carried.alias)
-    carried.body = lambda task, *args: write(carried) and None
-    leave_dead(carried, carried.mailbox.take_one(), after_body=True)
-    (again,) = carried.relay()
-    assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
+    leave_dead(carried, carried.mailbox.take_one(), after=lambda *args: write(carried) and None)
+    assert carried.run_again() == ("SUCCESS", "stored")
     carried.body = lambda task, *args: args[0]
     assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
     assert carried.calls == [1, "stored"]
@@ -116,9 +108,8 @@ def test_a_long_transaction_counts_no_death(mailbox: Mailbox, postgres_alias: st
             clock.jump(25)
         wait_for(lambda: carried.waits > 0)
 
-    carried.body = work
     with held_clock() as clock:
-        assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+        assert carried.run(work, 1).state == "SUCCESS"
 
 
 @pytest.mark.sql
@@ -130,13 +121,11 @@ def test_an_error_rolls_back_both(carried: Carried) -> None:
             write(carried)
             raise ValueError("no")
 
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "FAILURE"
+    assert carried.run(work, 1).state == "FAILURE"
     assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
     carried.rows.revive()
-    (again,) = carried.relay()
     carried.body = lambda task, number: write(carried) and "done"
-    assert carried.mailbox.deliver(again) == ("SUCCESS", "done")
+    assert carried.run_again() == ("SUCCESS", "done")
 
 
 def test_an_error_after_it_fails_the_task_whose_work_is_done(carried: Carried) -> None:
@@ -146,13 +135,11 @@ def test_an_error_after_it_fails_the_task_whose_work_is_done(carried: Carried) -
         write(carried)
         raise ValueError("no")
 
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "FAILURE"
+    assert carried.run(work, 1).state == "FAILURE"
     assert carried.row.state == "failed"
     assert carried.row.finished
     carried.rows.revive()
-    (again,) = carried.relay()
-    assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
+    assert carried.run_again() == ("SUCCESS", "stored")
     assert carried.calls == [1]
 
 
@@ -164,11 +151,10 @@ def test_its_own_error_ends_no_renewal(carried: Carried) -> None:
             transaction.set_rollback(True, using=carried.alias)  # as an IntegrityError does
             with pytest.raises(TransactionManagementError):
                 current_claim().finish()
-        assert renewer_has_leases()
+        assert any(lane.leases for lane in renewer.lanes.values())
         write(carried)
 
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+    assert carried.run(work, 1).state == "SUCCESS"
     assert count_written(carried) == 1
 
 
@@ -176,14 +162,11 @@ def test_a_rollback_that_would_go_unseen_is_an_error(carried: Carried) -> None:
     """Otherwise the work would count as done, and nobody would know that it is not."""
 
     def hide(task: Any, number: int) -> None:
-        with transaction.atomic(using=carried.alias):
+        with rolled_back(carried.alias):
             write(carried)
-            transaction.set_rollback(True, using=carried.alias)
 
-    carried.body = hide
-    state, error = carried.mailbox.deliver(carried.send(1))
-    assert state == "FAILURE"
-    assert type(error) is WrongTransaction
+    state, error = carried.run(hide, 1)
+    assert (state, type(error)) == ("FAILURE", WrongTransaction)
     assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
 
 
@@ -201,8 +184,7 @@ def test_a_claim_that_was_lost_writes_nothing(carried: Carried) -> None:
         with transaction.atomic(using=carried.alias):
             write(carried, key=2)
 
-    carried.body = lose
-    state, error = carried.mailbox.deliver(carried.send(1))
+    state, error = carried.run(lose, 1)
     assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert list(Person.everyone.using(carried.alias).values_list("pk", flat=True)) == [1]
     assert not carried.rows.exists()
@@ -216,8 +198,7 @@ def test_a_lost_claim_ends_the_run_though_its_error_is_swallowed(carried: Carrie
         with transaction.atomic(using=carried.alias), suppress(ClaimLost):
             write(carried)
 
-    carried.body = lose
-    state, error = carried.mailbox.deliver(carried.send(1))
+    state, error = carried.run(lose, 1)
     assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert (carried.row.state, carried.row.token, carried.row.result) == ("running", "another", "")
 
@@ -233,8 +214,7 @@ def test_a_retry_finds_it_done_and_a_replacement_does_not(carried: Carried) -> N
             raise task.retry(countdown=1)
         return task.replace(carried.task.s(3).set(using=carried.alias))
 
-    carried.body = go_on
-    assert carried.mailbox.deliver(carried.send(1)).state == "RETRY"
+    assert carried.run(go_on, 1).state == "RETRY"
     assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
     assert carried.mailbox.deliver(carried.send(2)).state == "IGNORED"
     assert carried.row.result == ""
@@ -285,8 +265,7 @@ def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> 
             pool.submit(copy_context().run, finish).result()
         assert carried.row.result == '"stored"'
 
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+    assert carried.run(work, 1).state == "SUCCESS"
 
 
 def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:

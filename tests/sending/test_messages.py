@@ -18,7 +18,7 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending.publisher import DELAYED
 from tests.app.celery import app
 from tests.app.tasks import add, note, total
-from tests.sending.conftest import MakeApp, hearing
+from tests.sending.conftest import MakeApp, hearing, rolled_back
 from tests.sending.published import Sent, ids_in
 from tests.sending.queued import comparable, without
 
@@ -138,9 +138,8 @@ def test_each_publication_is_signalled_once(
     make: Callable[[], Signature[Any]], count: int, sent: Sent
 ) -> None:
     """before_task_publish comes at the call, after_task_publish at the commit, if there is one."""
-    with hearing(after_task_publish) as after, transaction.atomic():
+    with hearing(after_task_publish) as after, rolled_back():
         send_on_commit(make())
-        transaction.set_rollback(True)
     assert (after, sent()) == ([], [])
     with hearing(before_task_publish) as before, hearing(after_task_publish) as after:
         with transaction.atomic():

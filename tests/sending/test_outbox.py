@@ -1,7 +1,8 @@
 """Rows of the outbox on the sending side: when they are there, and when they are gone."""
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,9 +20,8 @@ from django_celery_safe import (
     NotSerializable,
     SafeTask,
     databases,
-    find_lock,
+    iter_locks,
     send_on_commit,
-    single_instance,
 )
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending import outbox
@@ -31,9 +31,10 @@ from django_celery_safe.signals import task_duplicate, task_send_failed, task_se
 from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.listening import receiving
-from tests.processes import dead_port
-from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, hearing, ids, rolled_back
+from tests.sending.conftest import TABLE, MakeApp, hearing, ids, refusing, rolled_back, table
 from tests.sending.published import Sent, ids_in
+from tests.sending.test_unique import lock_of, once
+from tests.statements import raising
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -53,26 +54,19 @@ def deferring(*args: object) -> None:
     """Go through the outbox with every send."""
 
 
-@pytest.fixture
-def without_broker(make_app: MakeApp) -> Celery:
-    """An app whose broker refuses connections."""
-    url = f"redis://127.0.0.1:{dead_port()}/0"
-    return make_app(broker_url=url, task_publish_retry_policy=ONE_TRY)
-
-
 def rows(using: str = DEFAULT_DB_ALIAS) -> list[OutboxMessage]:
     """Return the outbox of a database, in order."""
-    return list(OutboxMessage.objects.using(using).order_by("pk"))
+    return list(table(using).order_by("pk"))
 
 
 def row_ids(using: str = DEFAULT_DB_ALIAS) -> list[str]:
-    """Return the task ids of the rows of a database."""
+    """Return the task ids of the rows of a database, in order."""
     return [row.task_id for row in rows(using)]
 
 
-def keep(number: Any, using: str = DEFAULT_DB_ALIAS, **options: Any) -> Any:
+def keep(number: Any, using: str = DEFAULT_DB_ALIAS, task: Any = add, **options: Any) -> Any:
     """Send a task through the outbox of a database."""
-    return add.apply_async_on_commit((number,), using=using, outbox=True, **options)
+    return task.apply_async_on_commit((number,), using=using, outbox=True, **options)
 
 
 # Transactions.
@@ -81,21 +75,18 @@ def keep(number: Any, using: str = DEFAULT_DB_ALIAS, **options: Any) -> Any:
 @pytest.mark.sql
 def test_a_row_is_there_until_the_broker_has_its_message(alias: str, sent: Sent) -> None:
     """It is part of the transaction, unseen by others; the commit publishes and deletes it."""
-    seen_by_others: list[int] = []
 
-    def look() -> None:
-        seen_by_others.append(OutboxMessage.objects.using(alias).count())
-        connections[alias].close()
+    def look() -> list[OutboxMessage]:
+        with closing(connections[alias]):
+            return rows(alias)
 
     with hearing(task_sent) as told, transaction.atomic(using=alias):
         result = keep(1, alias)
         (row,) = rows(alias)
         assert (row.task, row.task_id, row.attempts) == (add.name, result.id, 0)
         assert str(row) == f"{add.name}[{result.id}]"
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-        assert seen_by_others == [0]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(look).result() == []
         assert sent() == []
     assert rows(alias) == []
     assert ids(sent()) == [result.id]
@@ -289,6 +280,8 @@ def test_what_can_not_be_sent_raises_at_the_call(alias: str, sent: Sent) -> None
             keep(object(), alias)
         with pytest.raises(NotSerializable, match="outbox row keeps plain data"):
             keep(1, alias, errback=object())
+        with pytest.raises(NotSerializable, match=f"header of task {add.name}"):
+            keep(1, alias, headers={"ours": [{1: object()}]})
         assert rows(alias) == []
         good = keep(1, alias)
     assert ids(sent()) == [good.id]
@@ -323,7 +316,7 @@ def test_arguments_of_5_mb_are_kept(alias: str, sent: Sent) -> None:
 
 def test_another_broker_is_an_error(broker: Celery, make_app: MakeApp) -> None:
     """A commit and a relay send to the app's own broker."""
-    elsewhere = make_app(broker_url=f"redis://127.0.0.1:{dead_port()}/0")
+    elsewhere = make_app(broker_url=refusing())
     with elsewhere.connection_for_write() as connection:
         with transaction.atomic(), pytest.raises(TypeError, match="to another broker"):
             send_on_commit(add.s(1), outbox=True, connection=connection)
@@ -350,11 +343,9 @@ def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: Settings
     with transaction.atomic(using=alias):
         both = send_on_commit(group(add.s(1), add.s(2)), using=alias, outbox=True)
         results = [keep(1, alias), *both]
-    outbox = OutboxMessage.objects.using(alias)
     assert set(row_ids(alias)) == {result.id for result in results}
     assert ids(sent()) == row_ids(alias)
-    assert [row.due_at for row in rows(alias)] == [None] * 3
-    assert (outbox.sent().count(), outbox.pending().count(), outbox.dead().count()) == (3, 0, 0)
+    assert [(row.state, row.due_at) for row in rows(alias)] == [("sent", None)] * 3
     assert all(row.sent_at >= row.created_at for row in rows(alias) if row.sent_at)
 
 
@@ -362,10 +353,7 @@ def test_a_row_that_can_not_be_deleted_stays(
     alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The database gone after the publication: a warning, no error, and a relay sends it again."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise DatabaseError("server closed the connection")
-
+    refuse = raising(DatabaseError("server closed the connection"))
     monkeypatch.setattr(MessageTable, "record_sent", refuse)
     with transaction.atomic(using=alias):
         result = keep(1, alias)
@@ -399,10 +387,8 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
     wanted = [part.id for part in result]
     assert ids(sent()) == wanted[:1]
     assert row_ids(alias) == wanted[1:]
-    due = OutboxMessage.objects.using(alias).due()
-    assert [(row.task_id, row.attempts) for row in due.order_by("pk")] == [
-        (task_id, 0) for task_id in wanted[1:]
-    ]
+    assert {row.task_id for row in table(alias).due()} == set(wanted[1:])
+    assert {row.attempts for row in rows(alias)} == {0}
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
 
 
@@ -420,22 +406,6 @@ def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
 # Tasks that are sent once.
 
 
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="end")
-def once(number: int) -> None:
-    """Be sent once for each number."""
-
-
-def keep_once(number: int, using: str) -> Any:
-    """Send the task for this number through the outbox."""
-    return once.apply_async_on_commit((number,), using=using, outbox=True)
-
-
-def lock_of(number: int) -> Any:
-    """Return the lock that the message for this number holds."""
-    return find_lock(f"sent:{once.name}:{number}")
-
-
 @pytest.mark.usefixtures("locks_in_memory")
 def test_a_duplicate_is_dropped_with_its_row(alias: str, sent: Sent) -> None:
     """
@@ -445,11 +415,11 @@ def test_a_duplicate_is_dropped_with_its_row(alias: str, sent: Sent) -> None:
     In a canvas it goes out, since others wait for it.
     """
     with hearing(task_duplicate) as told, transaction.atomic(using=alias):
-        first, second = keep_once(1, alias), keep_once(1, alias)
+        first, second = keep(1, alias, once), keep(1, alias, once)
         assert len(rows(alias)) == 2
-        assert (first.is_duplicate, lock_of(1)) == (None, None)
+        assert (first.is_duplicate, [*iter_locks()]) == (None, [])
     assert lock_of(1).holder.task_id == first.id
-    third = keep_once(1, alias)
+    third = keep(1, alias, once)
     with transaction.atomic(using=alias):
         members = send_on_commit(group(once.s(1), once.s(2)), using=alias, outbox=True)
     assert [one.is_duplicate for one in (first, second, third)] == [False, True, True]

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -24,14 +25,15 @@ from django.db import transaction
 from kombu import Exchange, Queue, binding
 from pytest_django import Settings
 
-from django_celery_safe import NotSerializable, SafeTask, send_on_commit, single_instance
+from django_celery_safe import NotSerializable, SafeTask, send_on_commit
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
 from tests.processes import wait_for
-from tests.sending.conftest import dying_sender, hearing, make_due
+from tests.sending.conftest import dying_sender, hearing
 from tests.sending.published import Published, run_here
 from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
+from tests.sending.test_unique import once
 from tests.servers import RedisServer
 
 #: Seconds until a result must be there.
@@ -39,13 +41,6 @@ PATIENCE = 60
 
 #: A moment in UTC.
 LATER = datetime(2100, 1, 1, 12, 30, 0, 123456, tzinfo=UTC)
-
-
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="end")
-def once(number: int) -> int:
-    """Be sent once for each number."""
-    return number
 
 
 @shared_task(base=SafeTask, serializer="pickle", time_limit=99, ignore_result=True)
@@ -118,10 +113,8 @@ class Line:
     def keep(self) -> Any:
         """Send into the outbox, where it stays."""
         kind = self.kind
-        with dying_sender(self.alias):
-            result = send_on_commit(kind.make(), using=self.alias, outbox=True, **kind.options)
-        make_due(self.alias)
-        return result
+        with dying_sender(self.alias, due=True):
+            return send_on_commit(kind.make(), using=self.alias, outbox=True, **kind.options)
 
     def relay(self) -> int:
         """Relay all that is due, and return how many messages that were."""
@@ -270,23 +263,23 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
+#: A kind whose messages go through the exchange of a queue of ``shop``.
+ShopKind = partial(Kind, queues=("all",), exchanges=("shop",))
+
 #: Kinds that hang on the app's configuration, or on what the broker knows.
 CONFIGURED: dict[str, Kind] = {
-    "detailed queue": Kind(
+    "detailed queue": ShopKind(
         conf={"task_queues": [DETAILED]},
         options={"queue": "all", "priority": 5},
-        queues=("all",),
         exchanges=("shop", "shop2"),
     ),
-    "route with exchange": Kind(
+    "route with exchange": ShopKind(
         conf={
             "task_queues": [KNOWN],
             "task_routes": {add.name: {"queue": "all", "routing_key": "shop.add", "priority": 9}},
-        },
-        queues=("all",),
-        exchanges=("shop",),
+        }
     ),
-    "declaration": Kind(
+    "declaration": ShopKind(
         options={
             "exchange": "shop",
             "routing_key": "shop.add",
@@ -294,8 +287,6 @@ CONFIGURED: dict[str, Kind] = {
             "declare": [shop(routing_key="shop.add")],
         },
         conf={"task_queues": [shop(routing_key="shop.add")]},
-        queues=("all",),
-        exchanges=("shop",),
     ),
     "defaults": Kind(
         conf={
@@ -319,20 +310,15 @@ CONFIGURED: dict[str, Kind] = {
 
 #: Features that Redis lacks, or forgets unless a consumer or a declaration comes first.
 ON_RABBITMQ: dict[str, Kind] = {
-    "exchange object": Kind(
+    "exchange object": ShopKind(
         options={"exchange": Exchange("shop", type="topic"), "routing_key": "shop.add"},
-        queues=("all",),
         declares=(shop(routing_key="shop.#"),),
-        exchanges=("shop",),
     ),
     "bytes in headers": Kind(
         options={"headers": {"text": b"text", "bytes": b"\xff\x00"}, "serializer": "msgpack"}
     ),
-    "headers exchange": Kind(
-        options={"queue": "all", "headers": {"region": "north"}},
-        conf={"task_queues": [BY_HEADERS]},
-        queues=("all",),
-        exchanges=("shop",),
+    "headers exchange": ShopKind(
+        options={"queue": "all", "headers": {"region": "north"}}, conf={"task_queues": [BY_HEADERS]}
     ),
 }
 

@@ -61,22 +61,18 @@ def one_of_each(alias: str) -> dict[str, int]:
     return {"late": late, "early": early, "waiting": waiting, "dead": dead, "sent": sent}
 
 
-def one_carried_of_each(alias: str) -> dict[str, int]:
-    """Make a row of a carried task in each of the states that only such have; return their keys."""
-    (carried,) = make(alias, state="sent", sent_at=-MINUTE, due_at=MINUTE)
-    (running,) = make(alias, state="running", due_at=MINUTE)
-    (done,), (failed,) = (make(alias, state=each, ended_at=-MINUTE) for each in ("done", "failed"))
-    return {"carried": carried, "running": running, "done": done, "failed": failed}
-
-
 # States.
 
 
 @pytest.mark.sql
 def test_each_row_is_in_one_state(alias: str) -> None:
     """Due are those whose time has come, whatever their state, with the longest wait first."""
-    row = {**one_of_each(alias), **one_carried_of_each(alias)}
-    rows = table(alias)
+    row, rows = one_of_each(alias), table(alias)
+    # Of carried tasks.
+    (row["carried"],) = make(alias, state="sent", sent_at=-MINUTE, due_at=MINUTE)
+    (row["running"],) = make(alias, state="running", due_at=MINUTE)
+    for state in ("done", "failed"):
+        (row[state],) = make(alias, state=state, ended_at=-MINUTE)
     states = {
         "pending": {"late", "early", "waiting"},
         "sent": {"sent", "carried"},
@@ -113,23 +109,16 @@ def test_claimed_rows_are_due_when_the_lease_is_over(alias: str) -> None:
     assert keys(table(alias).claim(10, MINUTE, TOKEN)) == [row["late"]]
 
 
-def make_large(alias: str, *megabytes: int) -> list[int]:
-    """Make rows that are due, the first one longest, with bodies of this size."""
-    made = []
-    for number, size in enumerate(megabytes):
-        (key,) = make(alias, due_at=(number - 10) * SECOND)
-        table(alias).filter(pk=key).update(body=bytes(size * 1024 * 1024))
-        made.append(key)
-    return made
-
-
 @pytest.mark.sql
 def test_a_claim_takes_no_more_than_fits_into_memory(
     alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends before the row that would be too much; a row that is too large comes alone."""
     monkeypatch.setattr(databases, "BATCH_BYTES", 3 * 1024 * 1024)
-    first, second, huge, last = make_large(alias, 1, 1, 4, 1)
+    made = [make(alias, due_at=(number - 10) * SECOND)[0] for number in range(4)]
+    for key, megabytes in zip(made, (1, 1, 4, 1), strict=True):
+        table(alias).filter(pk=key).update(body=bytes(megabytes * 1024 * 1024))
+    first, second, huge, last = made
     claims = [table(alias).claim(100, MINUTE, TOKEN) for _ in range(4)]
     assert [keys(rows) for rows in claims] == [[first, second], [huge], [last], []]
     assert [len(row.body) for row in claims[0]] == [1024 * 1024] * 2
@@ -269,7 +258,6 @@ def test_revive(alias: str) -> None:
     assert keys(everything.sent()) == [row["sent"]]
 
 
-@pytest.mark.sql
 # Speed.
 
 

@@ -8,12 +8,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
-from celery import Celery, chord, shared_task
+from celery import Celery, chord
 from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
 from django.core.management import call_command
@@ -23,7 +24,7 @@ from kombu import Queue
 from kombu.exceptions import OperationalError
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending import housekeeping
@@ -38,27 +39,27 @@ from tests.listening import receiving
 from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
 from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, make_due, table
 from tests.sending.published import Sent, take_published
+from tests.sending.test_outbox import keep
+from tests.sending.test_unique import once
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
+from tests.statements import raising
 
 RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
 
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="end")
-def unique(number: int) -> None:
-    """Be sent once until it ends."""
-
-
 def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
-    with dying_sender(alias):
-        results = [
-            task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
-            for number in range(count)
-        ]
-    make_due(alias)
-    return [result.id for result in results]
+    with dying_sender(alias, due=True):
+        return [keep(number, alias, task, **options).id for number in range(count)]
+
+
+def leave_chord(alias: str, app: Celery, task: Any = add, size: int = 2) -> list[str]:
+    """Leave a chord of such tasks, from number 10 on, that is due; return their ids."""
+    header = [app.tasks[task.name].s(number) for number in range(10, 10 + size)]
+    with dying_sender(alias, due=True):
+        result = send_on_commit(chord(header, app.tasks[total.name].s()), using=alias, outbox=True)
+    return [member.id for member in result.parent]
 
 
 def drain(alias: str, **arguments: Any) -> int:
@@ -72,30 +73,22 @@ def drain(alias: str, **arguments: Any) -> int:
 def relaying(alias: str) -> Iterator[threading.Event]:
     """Run a relay in a thread during the block, or until the event is set."""
     stop = threading.Event()
-    failures: list[BaseException] = []
 
     def run() -> None:
-        relay = Relay(alias)
-        try:
-            relay.run(stop)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            connections[alias].close()
+        with closing(connections[alias]):
+            Relay(alias).run(stop)
 
     # The first connection to a SQLite file switches it to WAL. Two that do at once fail, without
     # waiting for each other.
     if connections[alias].vendor == "sqlite":
         connections[alias].ensure_connection()
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield stop
-    finally:
-        stop.set()
-        thread.join(60)
-    assert not thread.is_alive()
-    assert failures == []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            yield stop
+        finally:
+            stop.set()
+        running.result(60)
 
 
 # Messages that it sends.
@@ -268,7 +261,7 @@ def test_a_killed_relay_is_no_duplicate_of_itself(
     point: str, times: int, alias: str, sent: Sent, in_redis: None
 ) -> None:
     """Killed between the claim of a message's lock and its deletion: it is sent again."""
-    (wanted,) = leave(alias, task=unique)
+    (wanted,) = leave(alias, task=once)
     with (
         start_in_process(relay_and_die, alias, point) as relay,
         pytest.raises(FunctionFailed, match="ended with status -9"),
@@ -325,16 +318,6 @@ class CountingApp(NamedTuple):
         with self.server.client(db=2) as client:
             return [entry.decode().split()[0] for entry in client.lrange("told", 0, -1)]
 
-    def leave_chord(self, alias: str, size: int = 3) -> Any:
-        """Leave a chord in the outbox that is due; return its result."""
-        add_here, total_here = self.app.tasks[add.name], self.app.tasks[total.name]
-        header = [add_here.s(number) for number in range(size)]
-        with dying_sender(alias):
-            result = send_on_commit(chord(header, total_here.s()), using=alias, outbox=True)
-        make_due(alias)
-        assert self.told() == []
-        return result
-
     def sent(self) -> list[str]:
         """Take the messages out of the queues; return their ids."""
         return ids(take_published(self.server))
@@ -362,7 +345,8 @@ def test_a_chord_is_told_once_by_several_rows(
     """One row says what to tell; whichever is sent first has the backend told, by any relay."""
     monkeypatch.setattr(relay_module, "BATCH", 2)
     counting = make_counting(CountingBackend)
-    result = counting.leave_chord(alias, 5)
+    wanted = leave_chord(alias, counting.app, size=5)
+    assert counting.told() == []
     first, *others = table(alias).order_by("pk")
     assert first.chord
     assert {row.chord for row in others} == {first.chord}
@@ -374,7 +358,7 @@ def test_a_chord_is_told_once_by_several_rows(
     assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
     assert drain(alias) == 3
     assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert sorted(counting.sent()) == sorted(part.id for part in result.parent)
+    assert sorted(counting.sent()) == sorted(wanted)
 
 
 def test_a_chord_that_its_sender_told_is_not_told_again(
@@ -384,11 +368,8 @@ def test_a_chord_that_its_sender_told_is_not_told_again(
     counting = make_counting(CountingBackend)
     part, whole = counting.app.tasks[add.name].s(1), counting.app.tasks[total.name].s()
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OperationalError("the broker is gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(publisher_module, "put", refuse)
+        patch.setattr(publisher_module, "put", raising(OperationalError("the broker is gone")))
         with transaction.atomic(using=alias):
             result = send_on_commit(chord([part, part.clone()], whole), using=alias, outbox=True)
     assert isinstance(result.send_error, OperationalError)
@@ -404,9 +385,9 @@ def test_a_chord_in_a_table_does_not_keep_its_rows(
 ) -> None:
     """Who told died before noting it: the backend's IntegrityError says so, and all rows go out."""
     counting = make_counting(TableBackend)
-    result = counting.leave_chord(alias)
+    wanted = leave_chord(alias, counting.app, size=3)
     assert drain(alias) == 3
-    assert counting.sent() == [part.id for part in result.parent]
+    assert counting.sent() == wanted
     assert counting.told().count("apply_chord") == 1
     assert not table(alias).exists()
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
@@ -451,19 +432,14 @@ def test_it_notes_that_it_is_there(
 # Apps and brokers.
 
 
-def rewrite_properties(alias: str, **changes: Any) -> None:
-    """Give the one row that is there other properties."""
-    properties = {**json.loads(table(alias).get().properties), **changes}
-    table(alias).update(properties=json.dumps(properties))
-
-
 def test_a_row_for_another_relay_waits_for_it(
     alias: str, broker: Celery, sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No other app's broker gets it, and no attempt is used; the row and a warning say why."""
     broker.set_current()
     (wanted,) = leave(alias)
-    rewrite_properties(alias, app="elsewhere")
+    properties = {**json.loads(table(alias).get().properties), "app": "elsewhere"}
+    table(alias).update(properties=json.dumps(properties))
     reason = "it was sent by the Celery app 'elsewhere', and here is only "
     others = leave(alias, 2)
     assert drain(alias) == 2
@@ -481,7 +457,7 @@ def rabbitmq_app(make_app: MakeApp, server: RabbitMQServer, **conf: Any) -> Cele
     return make_app(broker_url=server.url, task_default_queue=name, **conf)
 
 
-def take_from_rabbitmq(app: Celery) -> list[str]:
+def take_out(app: Celery) -> list[str]:
     """Take the messages out of an app's queue; return their ids."""
     with app.connection_for_read() as connection:
         queue = app.amqp.queues[app.conf.task_default_queue].bind(connection.default_channel)
@@ -508,7 +484,7 @@ def test_rabbitmq_confirms_what_it_got(
     row = table(alias).get()
     assert ([row.task_id], row.attempts) == (refused, 1)
     assert "Nack" in row.error
-    assert take_from_rabbitmq(app) == wanted
+    assert take_out(app) == wanted
     with app.connection_for_write() as connection:
         full(connection.default_channel).delete()
 

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 import redis
-from celery import Celery, chord, group
+from celery import Celery, group
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
 from psycopg import sql
@@ -28,22 +28,18 @@ from django_celery_safe.sending.broker import BrokerGone
 from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_dead, task_send_failed
-from tests.app.tasks import add, total
+from tests.app.tasks import add
 from tests.conftest import MakeDatabase
+from tests.listening import receiving
 from tests.locks.lines import line_to
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, dying_sender, hearing, ids, make_due, table
 from tests.sending.published import Sent, take_published
-from tests.sending.test_relay import (
-    drain,
-    leave,
-    rabbitmq_app,
-    relaying,
-    take_from_rabbitmq,
-    unique,
-)
+from tests.sending.test_relay import drain, leave, leave_chord, rabbitmq_app, relaying, take_out
+from tests.sending.test_unique import once
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer
 from tests.servers.databases import registered
+from tests.statements import raising
 
 #: An argument that no log and no row's error may show.
 SECRET = "hunter2"
@@ -143,11 +139,10 @@ def test_a_poison_message_is_set_aside(
     """It is tried again later, and dead in the end; all others of its batch are sent."""
     caplog.set_level(logging.DEBUG, "django_celery_safe")
     others = leave(alias, 2)
-    with dying_sender(alias):
+    with dying_sender(alias, due=True):
         bad = add.apply_async_on_commit(
             (SECRET,), {"y": SECRET}, using=alias, outbox=True, argsrepr="()", kwargsrepr="{}"
         )
-    make_due(alias)
     others += leave(alias, 2)
     row = table(alias).get(task_id=bad.id)
     table(alias).filter(pk=row.pk).update(**{column: change(getattr(row, column))})
@@ -180,9 +175,8 @@ def test_a_redis_key_of_another_type(
     """Messages to that one queue fail, without their content in the error; the others go out."""
     with redis_server.client(db=1) as client:
         client.set("odd", "no list")
-    with dying_sender(alias):
+    with dying_sender(alias, due=True):
         add.apply_async_on_commit((SECRET,), using=alias, outbox=True, queue="odd", argsrepr="()")
-    make_due(alias)
     others = leave(alias, 3)
     drain(alias)
     assert set(ids(sent())) == set(others)
@@ -206,7 +200,7 @@ def test_what_rabbitmq_refuses(
     assert drain(alias) == 4
     assert set(table(alias).values_list("task_id", flat=True)) == set(bad)
     assert [(row.attempts, "NOT_FOUND" in row.error) for row in table(alias)] == [(1, True)] * 2
-    assert set(take_from_rabbitmq(app)) == set(wanted)
+    assert set(take_out(app)) == set(wanted)
 
 
 # A broker that is gone.
@@ -283,21 +277,17 @@ def test_a_lost_race_is_no_outage(
     """Under SERIALIZABLE others are faster now and then: the relay goes on, without an error."""
     lost = OperationalError("another transaction was faster")
     lost.__cause__ = psycopg.errors.SerializationFailure()
-    outcomes, pauses = iter([lost] * 3), list[float]()
+    outcomes, pauses = list[OperationalError](), list[float]()
 
     def relay_batch(self: Relay) -> int:
-        if (error := next(outcomes, None)) is not None:
-            raise error
+        if outcomes:
+            raise outcomes.pop()
         return 0
 
     monkeypatch.setattr(Relay, "relay_batch", relay_batch)
-    stop = threading.Event()
-    with recording_waits(stop, pauses):
-        thread = threading.Thread(target=Relay(alias).run, args=[stop])
-        thread.start()
+    with relaying(alias) as stop, recording_waits(stop, pauses):
+        outcomes.extend([lost] * 3)
         wait_for(lambda: len(pauses) > 2)
-        stop.set()
-        thread.join()
     assert pauses == [0.06] * 3
     assert messages_of(caplog, "ERROR") == []
 
@@ -407,19 +397,16 @@ def test_what_a_relay_did_not_reach_is_given_back(
     with redis_server.client(db=1) as client:
         client.set("odd", "no list")
     # Messages that are published one by one.
-    leave(alias, task=unique, queue="odd")
-    wanted = leave(alias, 3, task=unique)
+    leave(alias, task=once, queue="odd")
+    wanted = leave(alias, 3, task=once)
 
     def take_long(**_: Any) -> None:
         assert not table(alias).due().exists()
         ahead[0] += relay_module.LEASE.total_seconds() / 2
 
     relay = Relay(alias)
-    task_send_failed.connect(take_long, weak=False)
-    try:
+    with receiving(task_send_failed, take_long):
         assert (relay.relay_batch(), relay.count, ahead) == (4, 0, [30.0])
-    finally:
-        task_send_failed.disconnect(take_long)
     wait_for(lambda: table(alias).due().count() == 3, 20)
     assert (relay.relay_batch(), relay.count) == (3, 3)
     assert ids(sent()) == wanted
@@ -431,10 +418,7 @@ def test_a_batch_that_a_time_limit_ends_is_given_back(
     """Celery's SoftTimeLimitExceeded in mid-batch, as in the shipped task, leaves all of it due."""
     wanted = leave(alias, 3)
 
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise SoftTimeLimitExceeded
-
-    relay = Relay(alias)
+    relay, interrupt = Relay(alias), raising(SoftTimeLimitExceeded())
     with monkeypatch.context() as patch:
         patch.setattr(redis.Redis, "execute_command", interrupt)
         patch.setattr(redis.client.Pipeline, "execute", interrupt)
@@ -556,15 +540,6 @@ def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
 # Others that are gone.
 
 
-def leave_chord(alias: str, app: Celery, part: Any) -> list[str]:
-    """Leave a chord of two such tasks in the outbox that is due; return their ids."""
-    header = [part.s(10), part.s(11)]
-    with dying_sender(alias):
-        result = send_on_commit(chord(header, app.tasks[total.name].s()), using=alias, outbox=True)
-    make_due(alias)
-    return [member.id for member in result.parent]
-
-
 @pytest.mark.parametrize("gone", ["result backend", "lock store"])
 def test_only_those_wait_that_need_what_is_gone(
     gone: str,
@@ -583,11 +558,10 @@ def test_only_those_wait_that_need_what_is_gone(
     cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": urls["lock store"]}
     settings.CACHES = {"default": cache}
     app = make_app(result_backend=urls["result backend"])
-    plain, once = (app.tasks[task.name] for task in (add, unique))
     both = leave_chord(alias, app, once)
-    locked = leave(alias, 2, task=once)
-    whole = leave_chord(alias, app, plain)
-    others = leave(alias, 2, task=plain)
+    locked = leave(alias, 2, task=app.tasks[once.name])
+    whole = leave_chord(alias, app)
+    others = leave(alias, 2, task=app.tasks[add.name])
     waiting = whole if gone == "result backend" else locked
     wanted = {*locked, *whole, *others} - set(waiting)
 

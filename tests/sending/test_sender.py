@@ -4,10 +4,10 @@ import gc
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -34,19 +34,11 @@ from tests.listening import receiving
 from tests.processes import dead_port, start_in_process, wait_for
 from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, count_calls, hearing, ids, table
 from tests.sending.published import Sent
+from tests.sending.test_outbox import keep, row_ids
 from tests.servers import RedisServer, Server
+from tests.statements import raising
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-def keep(number: int, using: str, task: Any = add, **options: Any) -> Any:
-    """Send a task through the outbox of a database."""
-    return task.apply_async_on_commit((number,), using=using, outbox=True, **options)
-
-
-def task_ids(alias: str) -> list[str]:
-    """Return the task ids of the rows of a database."""
-    return list(table(alias).order_by("pk").values_list("task_id", flat=True))
 
 
 # The row decides.
@@ -119,17 +111,13 @@ def test_the_sends_of_a_commit_look_for_their_rows_once(
 
 def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent) -> None:
     """Django runs no callback after it; the row is committed, and a relay finds it."""
-
-    def fail() -> None:
-        raise LookupError("a callback of the project's own")
-
+    fail = raising(LookupError("a callback of the project's own"))
     with pytest.raises(LookupError), transaction.atomic(using=alias):
         transaction.on_commit(fail, using=alias)
         result = keep(1, alias)
     assert sent() == []
     table(alias).update(due_at=Now() - timedelta(seconds=1))
-    relay = Relay(alias)
-    relay.drain()
+    Relay(alias).drain()
     assert ids(sent()) == [result.id]
 
 
@@ -272,17 +260,24 @@ def patience(settings: Settings) -> None:
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 def test_a_broker_that_refuses_costs_next_to_nothing(
-    scheme: str, alias: str, make_app: MakeApp, called_ports: list[int]
+    scheme: str, alias: str, make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit asks it twice at the most: Celery pauses only before the third time."""
+    called, connect = list[Any](), socket.socket.connect
+
+    def recording(self: socket.socket, address: Any) -> None:
+        called.append(address)
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", recording)
     port = dead_port()
     app = make_app(broker_url=f"{scheme}://127.0.0.1:{port}//")
     for count in range(1, 4):
-        called_ports.clear()
+        called.clear()
         result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
         assert isinstance(result.send_error, OperationalError)
-        assert 1 <= called_ports.count(port) <= 2
-        assert len(task_ids(alias)) == count
+        assert 1 <= called.count(("127.0.0.1", port)) <= 2
+        assert len(row_ids(alias)) == count
 
 
 @pytest.mark.parametrize(
@@ -303,7 +298,7 @@ def test_a_silent_broker_is_waited_for_once(
     app = make_app(broker_url=url.format(silent.getsockname()[1]))
     result = commit(lambda: SENDS[form](app.tasks[add.name], alias), alias)
     assert isinstance(result.send_error, OperationalError)
-    assert len(task_ids(alias)) == rows
+    assert len(row_ids(alias)) == rows
     assert count_calls(silent) == 1
 
 
@@ -336,10 +331,10 @@ def test_after_a_silence_nobody_waits_again(
     assert told == [False, True, True]
     rows = table(alias)
     assert set(rows.values_list("attempts", flat=True)) == {0}
-    left = task_ids(alias)
+    left = row_ids(alias)
     assert len(left) == 15
     now[0] += 0.2  # the third did not prolong the pause
-    assert (send().send_error, task_ids(alias)) == (None, left)
+    assert (send().send_error, row_ids(alias)) == (None, left)
 
 
 @pytest.mark.parametrize("scheme", ["redis", pytest.param("amqp", marks=pytest.mark.long)])
@@ -352,7 +347,7 @@ def test_the_next_of_several_brokers_gets_it(
     url = f"{scheme}://127.0.0.1:{dead_port()}//;{server.url}"
     app = make_app(broker_url=url, task_default_queue="outbox-time")
     result = commit(lambda: SENDS["group"](app.tasks[add.name], alias), alias)
-    assert (result.send_error, task_ids(alias)) == (None, [])
+    assert (result.send_error, row_ids(alias)) == (None, [])
 
 
 @pytest.mark.usefixtures("patience")
@@ -362,23 +357,20 @@ def test_threads_do_not_queue_up_at_a_silent_broker(
     """Where there are more threads than connections, one waits for the broker, and no other."""
     monkeypatch.setattr(broker_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
     broker = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
-    app, errors = make_app(broker_url=broker, broker_pool_limit=1), list[str]()
+    app = make_app(broker_url=broker, broker_pool_limit=1)
     assert app.pool.limit == 1  # of the whole process, and can't shrink while threads use it
 
-    def run() -> None:
-        result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
-        errors.append(str(result.send_error))
-        connections[alias].close()
+    def run(_: int) -> str:
+        with closing(connections[alias]):
+            result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
+            return str(result.send_error)
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(run, range(3)))
     assert count_calls(silent) == 1
     quick = ("broker_pool_limit is 1", "a moment ago")
     assert sum(any(text in error for text in quick) for error in errors) == 2
-    assert len(task_ids(alias)) == len(errors) == 3
+    assert len(row_ids(alias)) == len(errors) == 3
 
 
 def send_to_silence(form: str, alias: str, backend: str, broker: str) -> str:
@@ -403,7 +395,7 @@ def test_a_silent_result_backend_is_given_up_in_time(
     arguments = (form, sqlite_immediate_alias, backend, redis_server.database_url(1))
     with start_in_process(send_to_silence, *arguments) as process:
         assert process.result(timeout=HANGS) == error
-    assert (task_ids(sqlite_immediate_alias) == []) == (error == "NoneType")
+    assert (row_ids(sqlite_immediate_alias) == []) == (error == "NoneType")
 
 
 # Long transactions.
@@ -422,15 +414,14 @@ def test_rows_that_a_relay_has_are_left_to_it(
     monkeypatch.setattr(sender_module, "GRACE", -60.0)  # the transaction took that much longer
 
     def claim() -> None:
-        rows = table(alias)
-        assert len(rows.claim(taken, timedelta(seconds=60), "a relay's")) == taken
+        assert len(table(alias).claim(taken, timedelta(seconds=60), "a relay's")) == taken
 
     with transaction.atomic(using=alias):
         transaction.on_commit(claim, using=alias)
         result = SENDS["group"](add, alias)
     wanted = [part.id for part in result]
-    assert sorted(ids(sent())) == sorted(set(wanted) - set(task_ids(alias)))
-    assert len(task_ids(alias)) == taken
+    assert sorted(ids(sent())) == sorted(set(wanted) - set(row_ids(alias)))
+    assert len(row_ids(alias)) == taken
     assert (result.send_error, caplog.records) == (None, [])
 
 
@@ -469,4 +460,4 @@ def test_a_fork_sends_by_connections_of_its_own(
     arguments = (send_around_a_fork, sqlite_immediate_alias)
     with start_in_process(*arguments, settings=changes) as process:
         assert process.result(timeout=60) == ["None"] * 42
-    assert task_ids(sqlite_immediate_alias) == []
+    assert row_ids(sqlite_immediate_alias) == []

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from django_celery_safe import SafeTask, send_on_commit
 from django_celery_safe.events import SENT_IN_ATOMIC
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
-from tests.sending.conftest import take_records
 from tests.sending.published import Sent
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -38,7 +36,13 @@ def plain(*args: object) -> None:
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Warned:
     """Take the warnings of sends inside a transaction."""
-    return partial(take_records, caplog, SENT_IN_ATOMIC)
+
+    def take() -> list[logging.LogRecord]:
+        found = [one for one in caplog.records if one.name == SENT_IN_ATOMIC.logger.name]
+        caplog.clear()
+        return found
+
+    return take
 
 
 @pytest.fixture

@@ -100,19 +100,15 @@ def test_an_error_of_the_class_fails_the_row(place: str, owned: Owned) -> None:
     assert owned.calls == ([1] if place == PLACES[-1] else [])
     del owned.errors[place]
     assert owned.rows.revive() == 1
-    (again,) = owned.relay()
-    assert owned.mailbox.deliver(again).state == "SUCCESS"
+    assert owned.run_again().state == "SUCCESS"
     assert owned.states() == []
 
 
 def test_a_class_that_calls_the_task_in_a_transaction(owned: Owned) -> None:
     """``finish()`` commits with it, and the row ends after it."""
     owned.block = lambda: transaction.atomic(using=owned.alias)
-    owned.body = lambda task: current_claim().finish("done")
-    assert owned.mailbox.deliver(owned.send(task=owned.make_task("tests.own", base=Heir))) == (
-        "SUCCESS",
-        None,
-    )
+    heir = owned.make_task("tests.own", base=Heir)
+    assert owned.run(lambda task: current_claim().finish("done"), task=heir) == ("SUCCESS", None)
     assert (owned.states(), owned.calls) == ([], [None])
     owned.errors["after the call"] = LookupError()
     assert owned.mailbox.deliver(owned.send()).state == "FAILURE"

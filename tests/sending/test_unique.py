@@ -31,7 +31,7 @@ from tests.caches import CACHE_BACKENDS
 from tests.concurrency.mailbox import Mailbox
 from tests.locks.renewals import get_lock
 from tests.processes import meet, run_in_processes, start_in_process
-from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
+from tests.sending.conftest import hearing, ids, refusing, rolled_back
 from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
 
@@ -236,21 +236,15 @@ def test_a_duplicate_in_a_canvas_is_published(sent: Sent) -> None:
 # Failures.
 
 
-@pytest.fixture
-def without_broker(make_app: MakeApp) -> Any:
-    """The unique task on an app whose broker refuses connections."""
-    app = make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY)
-    return app.tasks[once.name]
-
-
-def test_a_send_that_fails_frees_the_lock(without_broker: Any, sent: Sent) -> None:
+def test_a_send_that_fails_frees_the_lock(without_broker: Celery, sent: Sent) -> None:
     """The error reaches the caller, or is kept at a commit, and no later send is a duplicate."""
+    task = without_broker.tasks[once.name]
     for _ in range(2):
         with pytest.raises(OperationalError):
-            without_broker.delay(1)
+            task.delay(1)
         assert list(iter_locks()) == []
     with hearing(task_send_failed) as failures, transaction.atomic():
-        results = [without_broker.delay_on_commit(1) for _ in range(2)]
+        results = [task.delay_on_commit(1) for _ in range(2)]
     assert all(isinstance(result.send_error, OperationalError) for result in results)
     assert [failure["task_id"] for failure in failures] == [result.id for result in results]
     assert [result.is_duplicate for result in results] == [None, None]
@@ -258,12 +252,12 @@ def test_a_send_that_fails_frees_the_lock(without_broker: Any, sent: Sent) -> No
     assert once.delay(1).is_duplicate is False
 
 
-def test_a_failing_send_leaves_the_lock_of_another(without_broker: Any, sent: Sent) -> None:
+def test_a_failing_send_leaves_the_lock_of_another(without_broker: Celery, sent: Sent) -> None:
     """A duplicate needs no broker, and one of a canvas that fails frees what is not its own."""
-    first = once.delay(1)
-    assert without_broker.delay(1).id == first.id
+    task, first = without_broker.tasks[once.name], once.delay(1)
+    assert task.delay(1).id == first.id
     with pytest.raises(OperationalError):
-        chain(without_broker.si(1), without_broker.si(2)).delay()
+        chain(task.si(1), task.si(2)).delay()
     assert lock_of(1).holder.task_id == first.id
 
 
@@ -387,11 +381,8 @@ def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
         single_instance(key="{number}", unique_until="end")(retrying), base=SafeTask, bind=True
     )
     results = [task.apply_async((number,), task_id="own") for number in (7, 7, 8)]
-    assert [(result.id, result.is_duplicate) for result in results] == [
-        ("own", False),
-        ("own", True),
-        ("own", False),
-    ]
+    assert [result.id for result in results] == ["own"] * 3
+    assert [result.is_duplicate for result in results] == [False, True, False]
     first, other = mailbox.take()
     assert [first.args, other.args] == [[7], [8]]
 

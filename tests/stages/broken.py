@@ -7,8 +7,7 @@ ever; only who begins the next stage is decided by what looks right and is not.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from django.db import DatabaseError, connections, transaction
@@ -26,30 +25,13 @@ logger = logging.getLogger(__name__)
 IsLast = Callable[[StepTable, int, int], bool]
 
 
-def counting() -> AbstractContextManager[None]:
-    """End a stage when the counter of its ended steps, raised by ``F() + 1``, is full."""
-    return _ending_stages(_is_last_by_counter)
-
-
-def mark_then_count() -> AbstractContextManager[None]:
-    """End a stage when none of its steps is left, as counted without the run's lock."""
-    return _ending_stages(_is_last_by_count)
-
-
-#: The engines by their names.
-ENGINES: Final = {"counter": counting, "count": mark_then_count}
-
-_chosen = ExitStack()
-
-
 def use(name: str) -> None:
     """Let this process have an engine until it ends; without a name the right one."""
     if name:
-        _chosen.enter_context(ENGINES[name]())
+        _end_stages_by(ENGINES[name])
 
 
-@contextmanager
-def _ending_stages(is_last: IsLast) -> Iterator[None]:
+def _end_stages_by(is_last: IsLast) -> None:
     last = threading.local()
 
     def is_stage_open(follower: StepFollower, found: Found) -> bool:
@@ -61,19 +43,16 @@ def _ending_stages(is_last: IsLast) -> Iterator[None]:
         _go_on(store, pk, last.stage)
         return write()
 
-    before = StepFollower._is_stage_open, engine.leave
     StepFollower._is_stage_open, engine.leave = is_stage_open, leave  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        StepFollower._is_stage_open, engine.leave = before  # type: ignore[method-assign]
 
 
 def _is_last_by_count(store: StepTable, run: int, stage: int) -> bool:
+    """Return whether none of the stage's steps is left, as counted without the run's lock."""
     return not store.steps.filter(run=run, stage=stage).unfinished().exists()
 
 
 def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
+    """Return whether the counter of the stage's ended steps, raised by ``F() + 1``, is full."""
     place = [run, stage]
     is_mysql = connections[store.alias].vendor == "mysql"
     there = "ON DUPLICATE KEY UPDATE" if is_mysql else "ON CONFLICT (run, stage) DO UPDATE SET"
@@ -88,6 +67,9 @@ def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
         cursor.execute(_READ, place)
         return bool(cursor.fetchone() == (total,))
 
+
+#: Who ends a stage, by the name of the engine.
+ENGINES: Final[dict[str, IsLast]] = {"counter": _is_last_by_counter, "count": _is_last_by_count}
 
 _RAISE: Final = (
     "INSERT INTO broken_counters (run, stage, ended) VALUES (%s, %s, 1) "

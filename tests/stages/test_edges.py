@@ -22,14 +22,7 @@ from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
 from tests.sending.conftest import hearing
 from tests.stages.tasks import note
-from tests.stages.test_messages import Staged, shown
-
-
-def statuses(run: StageRun) -> tuple[str, str]:
-    """Return a run's status and the first letter of that of each of its steps, as of now."""
-    run.refresh_from_db()
-    return run.status, shown(run)
-
+from tests.stages.test_messages import Staged, shown, statuses
 
 # Other deliveries of a message that is being run.
 
@@ -190,7 +183,6 @@ def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str)
     if os.getpid() != before:
         os._exit(0)
     assert outcome == ("SUCCESS", {"a": "running"})
-    run.refresh_from_db()
     assert (*statuses(run), run.params) == ("succeeded", "s", {"a": "running"})
 
 
@@ -199,7 +191,6 @@ def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
     run = staged.start("a", "b")
     message = staged.take_one()
     begin_and_die(staged, message, "dead")
-    run.refresh_from_db()
     run.abort()
     assert statuses(run) == ("aborted", "ra")
     assert staged.deliver(message) == ("SUCCESS", None)
@@ -329,7 +320,7 @@ def test_a_run_that_was_read_from_a_replica_is_changed_where_runs_are(
         run._state.db = replica
         run.delete()
     assert not staged.steps.exists()
-    assert not StageRun.objects.using(staged.alias).exists()
+    assert not staged.runs.exists()
 
 
 # Eagerly.

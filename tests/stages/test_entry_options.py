@@ -10,7 +10,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
 from django_celery_safe.sending.relay import Relay
 from tests.stages.tasks import note, reconnect
-from tests.stages.test_messages import Staged, refuse, shown
+from tests.stages.test_messages import Staged, refuse, shown, statuses
 
 #: A countdown that no test outlasts, s.
 LONG: Final = 500
@@ -18,13 +18,9 @@ LONG: Final = 500
 
 def start(staged: Staged, *entries: dict[str, Any], task: Any = None) -> StageRun:
     """Start a run of a stage for each entry, with steps a, b and so on."""
-    names = "abcdef"
-    return stages.start(
-        [
-            (task or staged.task, -number, {"name": names[number], **entry})
-            for number, entry in enumerate(entries)
-        ]
-    )
+    task = task or staged.task
+    plan = [(task, -n, {"name": "abc"[n], **entry}) for n, entry in enumerate(entries)]
+    return stages.start(plan)
 
 
 def test_an_option_is_no_argument(staged: Staged) -> None:
@@ -90,9 +86,7 @@ def test_retries(staged: Staged) -> None:
         assert message.delay > LONG - 100
         assert message.delivery_info["routing_key"] == slow
     assert staged.deliver(message).state == "FAILURE"
-    run.refresh_from_db()
-    assert (run.status, shown(run), staged.calls) == ("failed", "fa", ["a"] * 3)
-    assert run.error_step is not None
+    assert (*statuses(run), staged.calls) == ("failed", "fa", ["a"] * 3)
     assert run.error_step.error_type == "ValueError"
     assert 'raise ValueError("no")' in run.error_step.traceback
 

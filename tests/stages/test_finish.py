@@ -9,24 +9,20 @@ from django.db import transaction
 from django_celery_safe import InvalidResult, current_claim
 from tests.app.models import Person
 from tests.resuming.loops import EACH_ONCE, fill, loop, written
-from tests.stages.test_messages import Staged, shown
-
-
-def people(staged: Staged) -> Any:
-    """Return the project's rows beside the runs."""
-    return Person.everyone.using(staged.alias)
+from tests.stages.test_messages import Staged, end, shown, statuses
+from tests.statements import raising
 
 
 @pytest.mark.sql
 def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> None:
     """The next stage gets the dict of finish(), and begins when the step has ended."""
-    seen: list[Any] = []
+    people, seen = Person.everyone.using(staged.alias), list[Any]()
 
     def work(task: Any) -> dict[str, Any]:
         claim = current_claim()
         assert claim.key == str(staged.step("a"))
         with transaction.atomic(using=staged.alias):
-            people(staged).create(pk=1)
+            people.create(pk=1)
             claim.finish({"width": 640})
             seen.append(staged.mailbox.take())
         seen.append((shown(run), staged.take()))
@@ -37,35 +33,31 @@ def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> 
     assert staged.deliver(staged.take_one()) == ("SUCCESS", {"width": "returned"})
     assert seen == [[], ("rw", [])]
     staged.deliver(staged.take_one())
-    run.refresh_from_db()
-    assert (run.params, shown(run), people(staged).count()) == ({"width": 640, "b": True}, "ss", 1)
+    assert (*statuses(run), people.count()) == ("succeeded", "ss", 1)
+    assert run.params == {"width": 640, "b": True}
 
 
-@pytest.mark.parametrize("end", ["error", "False", "retry"])
-def test_the_step_stays_done_whatever_happens_after_it(end: str, staged: Staged) -> None:
+@pytest.mark.parametrize("ends", ["with an error", "False", "by a retry"])
+def test_the_step_stays_done_whatever_happens_after_it(ends: str, staged: Staged) -> None:
     """Only the task reports the error; its message that comes again does nothing."""
 
     def work(task: Any) -> Any:
         current_claim().finish({"a": 1})
-        if end == "error":
-            raise ValueError("no")
-        if end == "retry":
-            raise task.retry(countdown=0)
+        end(task, ends)
         return False
 
     staged.bodies["a"] = work
     run = staged.start("a", "b")
     message = staged.take_one()
     outcome = staged.deliver(message)
-    if end == "False":
+    if ends == "False":
         assert type(outcome.value) is InvalidResult
-    assert outcome.state == ("RETRY" if end == "retry" else "FAILURE")
-    if end == "retry":
+    assert outcome.state == ("RETRY" if ends == "by a retry" else "FAILURE")
+    if ends == "by a retry":
         assert staged.deliver(staged.take_one()) == ("SUCCESS", {"a": 1})
     assert (shown(run), len(staged.take())) == ("sw", 1)
     assert staged.deliver(message).state == "IGNORED"
-    run.refresh_from_db()
-    assert (run.status, run.params, staged.calls) == ("running", {"a": 1}, ["a"])
+    assert (*statuses(run), run.params, staged.calls) == ("running", "sw", {"a": 1}, ["a"])
 
 
 def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
@@ -73,12 +65,9 @@ def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
 ) -> None:
     """Django calls none after that, and no sweep is needed nevertheless."""
 
-    def fail() -> None:
-        raise ValueError("no")
-
     def work(task: Any) -> None:
         with transaction.atomic(using=staged.alias):
-            transaction.on_commit(fail, using=staged.alias)
+            transaction.on_commit(raising(ValueError("no")), using=staged.alias)
             current_claim().finish()
 
     staged.bodies["a"] = work

@@ -10,21 +10,12 @@ from django.db import connections, transaction
 
 from django_celery_safe import AlreadyStarted, ConfigurationError, IllegalTransition, stages
 from django_celery_safe.models import StageRun
-from tests.stages.test_messages import Staged, refuse
+from tests.sending.conftest import rolled_back
+from tests.stages.test_messages import Staged, refuse, statuses
 
 KEY: Final = "album:7"
 #: Starts of one key at once.
 STARTS: Final = 6
-
-
-def start(staged: Staged, **labels: Any) -> StageRun:
-    """Start a run of one step with the key."""
-    return stages.start([(staged.task, 1, {"name": "a"})], **{"key": KEY, **labels})
-
-
-def succeed(staged: Staged, run: StageRun) -> None:
-    """Let a run succeed."""
-    staged.deliver_all()
 
 
 def let_fail(staged: Staged, run: StageRun) -> None:
@@ -35,7 +26,7 @@ def let_fail(staged: Staged, run: StageRun) -> None:
 
 
 ENDS: Final[dict[str, Callable[[Staged, StageRun], object]]] = {
-    "succeeds": succeed,
+    "succeeds": lambda staged, run: staged.deliver_all(),
     "fails": let_fail,
     "is aborted": lambda staged, run: run.abort(),
     "is deleted": lambda staged, run: run.delete(),
@@ -46,26 +37,25 @@ ENDS: Final[dict[str, Callable[[Staged, StageRun], object]]] = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_key_has_one_run_until_that_ends(end: str, staged: Staged) -> None:
     """A second start raises an error that holds the first run; after its end it is possible."""
-    run = start(staged)
-    rows = StageRun.objects.using(staged.alias)
+    run = staged.start("a", key=KEY)
     for _ in range(2):
         with pytest.raises(AlreadyStarted) as caught:
-            start(staged)
+            staged.start("a", key=KEY)
         assert (caught.value.key, caught.value.run) == (KEY, run)
         assert f"Run {run.pk} (album:7), which is waiting, has the key" in str(caught.value)
-        assert rows.count() == 1
+        assert staged.runs.count() == 1
     ENDS[end](staged, run)
-    again = start(staged)
+    again = staged.start("a", key=KEY)
     assert again.pk != run.pk
-    assert rows.filter(key=KEY).latest("pk") == again
+    assert staged.runs.filter(key=KEY).latest("pk") == again
 
 
 @pytest.mark.sql
 def test_other_keys_and_runs_without_one_start(staged: Staged) -> None:
     """Keys are compared whole and with their case; runs without a key have nothing in common."""
     for key in (KEY, "album:71", "ALBUM:7", "", ""):
-        start(staged, key=key)
-    assert StageRun.objects.using(staged.alias).active().count() == 5
+        staged.start("a", key=key)
+    assert staged.runs.active().count() == 5
 
 
 @pytest.mark.sql
@@ -91,24 +81,22 @@ def test_starts_at_the_same_time(staged: Staged) -> None:
 
 def test_a_start_that_is_rolled_back_leaves_the_key(staged: Staged) -> None:
     """Inside atomic() a key is taken with the commit, and a refused start harms nothing else."""
+    with rolled_back(staged.alias):
+        staged.start("a", key=KEY)
     with transaction.atomic(using=staged.alias):
-        start(staged)
-        transaction.set_rollback(True, using=staged.alias)
-    with transaction.atomic(using=staged.alias):
-        run = start(staged)
+        run = staged.start("a", key=KEY)
         with pytest.raises(AlreadyStarted):
-            start(staged)
-        assert start(staged, key="album:8").pk
+            staged.start("a", key=KEY)
+        assert staged.start("a", key="album:8").pk
     assert len(staged.take()) == 2
-    assert StageRun.objects.using(staged.alias).first() == run
+    assert staged.runs.first() == run
 
 
 def test_a_run_whose_key_is_taken_can_not_be_resumed(staged: Staged) -> None:
     """A failed run waits with its resume until the next run of its key has ended."""
-    failed = start(staged)
+    failed = staged.start("a", key=KEY)
     let_fail(staged, failed)
-    failed.refresh_from_db()
-    second = start(staged)
+    second = staged.start("a", key=KEY)
     before = staged.tables()
     with pytest.raises(IllegalTransition, match="another run has its key 'album:7'"):
         failed.resume()
@@ -117,10 +105,9 @@ def test_a_run_whose_key_is_taken_can_not_be_resumed(staged: Staged) -> None:
     staged.take()
     failed.resume()
     with pytest.raises(AlreadyStarted):
-        start(staged)
+        staged.start("a", key=KEY)
     staged.deliver_all()
-    failed.refresh_from_db()
-    assert failed.status == "succeeded"
+    assert statuses(failed) == ("succeeded", "s")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +122,6 @@ def test_a_run_whose_key_is_taken_can_not_be_resumed(staged: Staged) -> None:
 def test_texts_that_can_not_be_kept(labels: dict[str, Any], says: str, staged: Staged) -> None:
     """They are refused at the start, and nothing is written."""
     with pytest.raises(ConfigurationError) as caught:
-        start(staged, **labels)
+        staged.start("a", **labels)
     assert says in str(caught.value)
     assert staged.tables() == [[]] * 4

@@ -67,14 +67,14 @@ class Staged:
         options.setdefault("acks_late", True)
         return self.mailbox.task(stages.step(work), name=name, base=base, bind=True, **options)
 
-    def start(self, *plan: str, task: Any = None) -> StageRun:
+    def start(self, *plan: str, task: Any = None, **labels: Any) -> StageRun:
         """Start a run with a stage for each word, and a step for each of its letters."""
         entries = [
             (task or self.task, -number, {"name": name})
             for number, names in enumerate(plan or PLAN)
             for name in names
         ]
-        return stages.start(entries)
+        return stages.start(entries, **labels)
 
     def take(self) -> list[Message]:
         """Return what was sent since the last time."""
@@ -99,19 +99,23 @@ class Staged:
         """Run what was sent, and what that sends, of what waits in the order of their names."""
         waiting = self.take()
         while waiting:
-            waiting.sort(key=lambda message: order.index(message.kwargs["name"]))
+            waiting.sort(key=lambda message: order.find(message.kwargs.get("name", "")))
             self.deliver(waiting.pop(0))
             waiting += self.take()
+
+    @property
+    def runs(self) -> Any:
+        """The rows of all runs."""
+        return StageRun.objects.using(self.alias)
 
     @property
     def steps(self) -> Any:
         """The rows of all steps."""
         return StageStep.objects.using(self.alias)
 
-    def step(self, name: str) -> StageStep:
+    def step(self, name: str) -> Any:
         """Return the row of the only step with this name."""
-        step: StageStep = self.steps.get(arguments_text__contains=f'"name": "{name}"')
-        return step
+        return self.steps.get(arguments_text__contains=f'"name": "{name}"')
 
     def messages(self, name: str) -> Any:
         """Return the row of the message of the only step with this name, as a queryset."""
@@ -131,6 +135,12 @@ class Staged:
 def shown(run: StageRun) -> str:
     """Return the first letter of the status of each step, in order."""
     return "".join(status[0] for status in run.steps.values_list("status", flat=True))
+
+
+def statuses(run: StageRun) -> tuple[str, str]:
+    """Return a run's status and the first letter of that of each of its steps, as of now."""
+    run.refresh_from_db()
+    return run.status, shown(run)
 
 
 def test_queries_are_few(
@@ -190,6 +200,14 @@ def test_a_process_that_dies_before_it_begins_the_next_stage(staged: Staged) -> 
     assert staged.calls == ["a"]
 
 
+def end(task: Any, how: str) -> None:
+    """Raise an error, ask for a retry, or do nothing."""
+    if how == "with an error":
+        raise ValueError("no")
+    if how == "by a retry":
+        raise task.retry(countdown=0)
+
+
 @pytest.mark.sql
 @pytest.mark.parametrize("ends", ["well", "with an error", "by a retry"])
 def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
@@ -200,11 +218,7 @@ def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
         staged.end_lease("a")
         assert staged.deliver_elsewhere(message) == ("SUCCESS", {"a": True})
         before.extend(staged.tables())
-        match ends:
-            case "with an error":
-                raise ValueError("stale")
-            case "by a retry":
-                raise task.retry(countdown=0)
+        end(task, ends)
         return {"stale": True}
 
     before: list[Any] = []
@@ -218,9 +232,8 @@ def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
     assert [event["key"] for event in lost] == [f"{NAME}[{message.id}]"]
     assert failed == []
     staged.deliver_all()
-    run.refresh_from_db()
-    assert (run.status, run.params) == ("succeeded", {"a": True, "b": True})
-    assert staged.calls == ["a", "a", "b"]
+    assert statuses(run) == ("succeeded", "ss")
+    assert (run.params, staged.calls) == ({"a": True, "b": True}, ["a", "a", "b"])
 
 
 @pytest.mark.parametrize("ends", ["well", "with an error", "by a retry"])
@@ -230,10 +243,7 @@ def test_a_stale_holder_ends_nothing_that_another_runs(ends: str, staged: Staged
     def lose(task: Any) -> None:
         staged.messages("a").update(token="another", due_at=Now() + timedelta(seconds=30))
         before.extend(staged.tables())
-        if ends == "with an error":
-            raise ValueError("stale")
-        if ends == "by a retry":
-            raise task.retry(countdown=0)
+        end(task, ends)
 
     before: list[Any] = []
     staged.bodies["a"] = lose
@@ -253,21 +263,15 @@ def test_a_step_that_lost_a_claim_of_its_work_fails(staged: Staged) -> None:
     staged.bodies["a"] = lose
     run = staged.start("a", "b")
     assert staged.deliver(staged.take_one()).state == "FAILURE"
-    run.refresh_from_db()
     assert (shown(run), staged.step("a").error_type) == ("fa", "ClaimLost")
 
 
 def test_a_message_of_an_old_attempt_does_nothing(staged: Staged) -> None:
     """After resume a step has another message, and the one before is not its own any more."""
-
-    def fail(task: Any) -> None:
-        raise ValueError("no")
-
-    staged.bodies["a"] = fail
+    staged.bodies["a"] = refuse
     run = staged.start("a")
     old = staged.take_one()
     staged.deliver(old)
-    run.refresh_from_db()
     run.resume()
     del staged.bodies["a"]
     new = staged.take_one()
@@ -276,8 +280,7 @@ def test_a_message_of_an_old_attempt_does_nothing(staged: Staged) -> None:
     assert staged.tables() == before
     assert new.id != old.id
     staged.deliver(new)
-    run.refresh_from_db()
-    assert (run.status, staged.calls) == ("succeeded", ["a", "a"])
+    assert (*statuses(run), staged.calls) == ("succeeded", "s", ["a", "a"])
 
 
 # Retries and other ends.
@@ -303,9 +306,8 @@ def test_a_retry_that_is_not_raised_does_it(staged: Staged) -> None:
     assert message.due_in_s > 1000
     assert staged.deliver(again) == ("SUCCESS", {"tries": 2})
     staged.deliver_all()
-    run.refresh_from_db()
-    assert (run.status, run.params["tries"]) == ("succeeded", 2)
-    assert staged.calls == ["a", "a", "b"]
+    assert (*statuses(run), staged.calls) == ("succeeded", "ss", ["a", "a", "b"])
+    assert run.params["tries"] == 2
 
 
 def test_no_answer_loses_a_waiting_step(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,9 +370,8 @@ def test_a_step_fails_once(end: str, staged: Staged) -> None:
         staged.deliver_all()
         for message in list(staged.sent):
             staged.deliver(message)
-    run.refresh_from_db()
     step = staged.step("b")
-    assert (run.status, shown(run)) == ("failed", "sfa")
+    assert statuses(run) == ("failed", "sfa")
     assert (staged.calls.count("b"), staged.calls.count("c")) == (calls, 0)
     assert run.error_step == step
     assert step.error_type == error_type
@@ -407,8 +408,7 @@ def test_a_step_begins_later_when_the_database_was_in_trouble(
         assert (row.state, row.due_in_s <= 5) == ("pending", True)
         state = staged.deliver(message).state
     assert state == "SUCCESS"
-    run.refresh_from_db()
-    assert (run.status, staged.calls) == ("succeeded", ["a"])
+    assert (*statuses(run), staged.calls) == ("succeeded", "s", ["a"])
 
 
 @pytest.mark.parametrize(
@@ -436,8 +436,7 @@ def test_an_end_is_noted_again_when_the_database_was_away(
         assert staged.deliver(message).state == "SUCCESS"
     assert len(refused[0]) == times
     assert len(staged.take()) == 1
-    run.refresh_from_db()
-    assert (run.stage, shown(run), staged.calls) == (2, "sw", ["a"])
+    assert (*statuses(run), run.stage, staged.calls) == ("running", "sw", 2, ["a"])
 
 
 # Steps that end at the same time.
@@ -522,8 +521,8 @@ def count_begun(staged: Staged, count: int) -> list[tuple[int, ...]]:
             messages = crowd.run_stage(messages)
         assert messages == []
         assert sorted(crowd.calls) == [(n, m) for n in range(count) for m in range(STEPS)]
-    run.refresh_from_db()
-    assert (run.status, run.progress.percent) == ("succeeded", 100)
+    assert statuses(run) == ("succeeded", "s" * STEPS * count)
+    assert run.progress.percent == 100
     return begun
 
 

@@ -1,6 +1,6 @@
 """Plans: valid ones, invalid ones, and their errors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,12 +64,6 @@ def test_describe_shows_arguments() -> None:
 
 
 # Invalid plans.
-
-
-def entries() -> Iterator[Any]:
-    """Fail on the way, as a generator of the caller's may."""
-    yield (note, 1)
-    raise KeyError("theirs")
 
 
 #: A plan, the part that the error names, and the error's reason.

@@ -10,18 +10,15 @@ from django_celery_safe import InvalidResult, SafeTask, WrongTransaction, single
 from django_celery_safe.models import OutboxMessage, StageRun
 from django_celery_safe.signals import run_started
 from tests.concurrency.mailbox import Mailbox
-from tests.sending.conftest import hearing
+from tests.sending.conftest import hearing, rolled_back
 from tests.stages.tasks import crash, note, plain
-from tests.stages.test_messages import Staged, refuse, shown
+from tests.stages.test_messages import Staged, refuse, shown, statuses
 
 
 def do(staged: Staged, *plan: Any, params: Any = None) -> StageRun:
     """Run a plan to its end."""
     run = stages.start(plan, params)
-    waiting = staged.take()
-    while waiting:
-        staged.deliver(waiting.pop(0))
-        waiting += staged.take()
+    staged.deliver_all()
     run.refresh_from_db()
     return run
 
@@ -35,12 +32,10 @@ def do(staged: Staged, *plan: Any, params: Any = None) -> StageRun:
 )
 def test_what_says_that_it_succeeded(result: Any, params: dict[str, Any], staged: Staged) -> None:
     """A dict, None, True, or True and a dict; the task's own result is what was returned."""
-    work = stages.step(lambda_returning(result))
-    task = staged.mailbox.task(work, name="tests.ok", base=SafeTask)
-    run = stages.start([(task, 1)])
+    staged.bodies["a"] = lambda task: result
+    run = staged.start("a")
     assert staged.deliver(staged.take_one()) == ("SUCCESS", result)
-    run.refresh_from_db()
-    assert (run.status, run.params) == ("succeeded", params)
+    assert (*statuses(run), run.params) == ("succeeded", "s", params)
 
 
 #: Results with which a step fails: what its task raises, and what the run says.
@@ -59,25 +54,13 @@ def test_what_says_that_it_failed(
     result: Any, error: type[Exception] | None, says: str, staged: Staged
 ) -> None:
     """False fails the step alone; anything else the task, too, and says what could be returned."""
-    work = stages.step(lambda_returning(result))
-    task = staged.mailbox.task(work, name="tests.no", base=SafeTask)
-    run = stages.start([(task, 2), (note, 1)])
+    staged.bodies["a"] = lambda task: result
+    run = staged.start("a", "b")
     state, value = staged.deliver(staged.take_one())
     assert (state, type(value)) == (("FAILURE", error) if error else ("SUCCESS", type(result)))
-    run.refresh_from_db()
-    assert (run.status, shown(run), run.params) == ("failed", "fa", {})
-    assert run.error_step is not None
+    assert (*statuses(run), run.params) == ("failed", "fa", {})
     assert run.error_step.error_type == (error.__name__ if error else "ReturnedFalse")
     assert says in run.error_step.error
-
-
-def lambda_returning(result: Any) -> Any:
-    """Return a function for a step that returns this."""
-
-    def work(params: dict[str, Any]) -> Any:
-        return result
-
-    return work
 
 
 # Arguments of steps.
@@ -140,13 +123,12 @@ def test_a_call_inside_a_step_is_the_function(staged: Staged) -> None:
 
 def test_below_single_instance_it_is_a_step(staged: Staged, locks_in_memory: None) -> None:
     """Under a lock it gets its params as ever."""
-    task = staged.mailbox.task(
-        single_instance(key=lambda *args, **kwargs: "all", on_conflict="raise")(
-            stages.step(lambda_returning({"alone": True}))
-        ),
-        name="tests.alone",
-        base=SafeTask,
-    )
+
+    def work(params: dict[str, Any]) -> Any:
+        return {"alone": True}
+
+    alone = single_instance(key=lambda *args, **kwargs: "all", on_conflict="raise")
+    task = staged.mailbox.task(alone(stages.step(work)), name="tests.alone", base=SafeTask)
     assert do(staged, (task, 2), (task, 1)).params == {"alone": True}
 
 
@@ -177,21 +159,15 @@ def test_a_plain_task_gets_data_and_its_name(staged: Staged) -> None:
 )
 def test_a_plain_task_that_fails(result: Any, error_type: str, error: str, staged: Staged) -> None:
     """A result that is False, or says nothing, fails the step and is shown."""
-    task = staged.mailbox.task(lambda_of_document(result), name="tests.document", base=SafeTask)
-    run = do(staged, (task, 2), (note, 1))
-    assert (run.status, shown(run)) == ("failed", "fa")
-    assert run.error_step is not None
-    assert run.error_step.error_type == error_type
-    assert error in run.error_step.error
-
-
-def lambda_of_document(result: Any) -> Any:
-    """Return a function in the document's form that returns this."""
 
     def work(data: dict[str, Any], name: str) -> Any:
         return result
 
-    return work
+    task = staged.mailbox.task(work, name="tests.document", base=SafeTask)
+    run = do(staged, (task, 2), (note, 1))
+    assert (run.status, shown(run)) == ("failed", "fa")
+    assert run.error_step.error_type == error_type
+    assert error in run.error_step.error
 
 
 class Sizing(SafeTask):
@@ -256,15 +232,13 @@ def test_the_later_in_the_plan_wins(staged: Staged) -> None:
 def test_what_is_rolled_back_never_was(staged: Staged) -> None:
     """Inside atomic(): rolled back, no row, message or signal; committed, it begins."""
     with hearing(run_started) as heard:
-        with transaction.atomic(using=staged.alias):
+        with rolled_back(staged.alias):
             staged.start("ab", "c")
-            transaction.set_rollback(True, using=staged.alias)
         assert (staged.take(), heard) == ([], [])
         assert not any(staged.tables())
         with transaction.atomic(using=staged.alias):
-            with transaction.atomic(using=staged.alias):
+            with rolled_back(staged.alias):
                 staged.start("d")
-                transaction.set_rollback(True, using=staged.alias)
             run = staged.start("ab", "c")
             assert run.status == "waiting"
             assert (staged.take(), heard) == ([], [])
@@ -276,10 +250,7 @@ def test_what_is_rolled_back_never_was(staged: Staged) -> None:
 def test_a_run_is_not_waited_for_where_it_can_not_end(staged: Staged) -> None:
     """Inside atomic() waiting would never end; elsewhere it ends with the time."""
     run = staged.start("a")
-    with (
-        transaction.atomic(using=staged.alias),
-        pytest.raises(WrongTransaction, match="Wait after the block"),
-    ):
+    with rolled_back(staged.alias), pytest.raises(WrongTransaction, match="Wait after the block"):
         run.wait(1)
     with pytest.raises(TimeoutError, match="0 of 1 steps are done, and stage 1 of 1 is waiting"):
         run.wait(0)
@@ -312,8 +283,7 @@ def test_waiting_until_nothing_runs(staged: Staged) -> None:
 def test_eagerly_all_is_done_at_once(eager: Staged) -> None:
     """In eager mode the run has ended when start returns."""
     run = eager.start()
-    run.refresh_from_db()
-    assert (run.status, shown(run), eager.calls) == ("succeeded", "sssss", list("abcde"))
+    assert (*statuses(run), eager.calls) == ("succeeded", "sssss", list("abcde"))
     assert run.params == dict.fromkeys("abcde", True)
     assert (eager.take(), OutboxMessage.objects.using(eager.alias).count()) == ([], 0)
 
@@ -323,8 +293,4 @@ def test_eagerly_an_error_may_propagate(eager: Staged) -> None:
     eager.mailbox.app.conf.task_eager_propagates = True
     with pytest.raises(ValueError, match="does not work"):
         stages.start([(crash, 2), (note, 1)])
-    run = StageRun.objects.using(eager.alias).get()
-    assert (run.status, shown(run)) == ("failed", "fa")
-
-
-# In a project's own tests.
+    assert statuses(eager.runs.get()) == ("failed", "fa")

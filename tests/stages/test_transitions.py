@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -14,18 +15,12 @@ from django_celery_safe.models import StageRun
 from django_celery_safe.signals import run_ended
 from django_celery_safe.stages.status import Status
 from tests.idempotency.test_flags_race import isolate
-from tests.sending.conftest import hearing
+from tests.sending.conftest import hearing, rolled_back
 from tests.servers.databases import until_somebody_waits
-from tests.stages.test_messages import Staged, refuse, shown
+from tests.stages.test_messages import Staged, end, refuse, statuses
 
 # The plan of all tests here is ab, cd, e: two steps, then two, then one. The text of
 # ``shown`` has a letter for each of them: waiting, running, succeeded, failed, aborted.
-
-
-def now(run: StageRun) -> tuple[str, str]:
-    """Return a run's status and the first letter of that of each of its steps, as of now."""
-    run.refresh_from_db()
-    return run.status, shown(run)
 
 
 def refused(do: Callable[[], Any], says: str) -> None:
@@ -73,7 +68,7 @@ def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) ->
     staged.bodies.update(dict.fromkeys(failure.fails, refuse))
     run = staged.start()
     staged.deliver_all(failure.order)
-    assert now(run) == ("failed", failure.steps)
+    assert statuses(run) == ("failed", failure.steps)
     assert run.ended_at is not None
     assert run.error_step == staged.step(failure.error_step)
     assert run.stages == 3
@@ -88,7 +83,7 @@ def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) ->
     assert run.error_step is None
     refused(run.resume, f"resume {run}: its status is running")
     staged.deliver_all(failure.order)
-    assert now(run) == ("succeeded", "sssss")
+    assert statuses(run) == ("succeeded", "sssss")
     assert sorted(staged.calls[done_before:]) == list(failure.again)
     # The params of the stages that had ended before are there, too.
     assert run.params == dict.fromkeys("abcde", True)
@@ -102,7 +97,7 @@ def test_what_runs_may_end_when_another_fails(staged: Staged) -> None:
     def meet(task: Any) -> dict[str, int]:
         assert not staged.steps.first().run.is_aborted()
         staged.deliver_elsewhere(of_a)
-        assert now(run) == ("failed", "fraaa")
+        assert statuses(run) == ("failed", "fraaa")
         assert run.is_aborted()
         refused(run.resume, f"resume {run}: its step {staged.step('b')} still runs")
         refused(run.abort, f"abort {run}: its status is failed")
@@ -112,16 +107,16 @@ def test_what_runs_may_end_when_another_fails(staged: Staged) -> None:
     run = staged.start()
     of_a, of_b = staged.take()
     staged.deliver(of_b)
-    assert now(run) == ("failed", "fsaaa")
+    assert statuses(run) == ("failed", "fsaaa")
     staged.bodies.clear()
     run.resume()
     staged.deliver_all()
-    assert now(run) == ("succeeded", "sssss")
+    assert statuses(run) == ("succeeded", "sssss")
     assert run.params["b"] == 2
     assert sorted(staged.calls) == list("aabcde")
 
 
-@pytest.mark.parametrize(("stops", "ends"), [("failure", "error"), ("abort", "retry")])
+@pytest.mark.parametrize(("stops", "ends"), [("failure", "with an error"), ("abort", "by a retry")])
 def test_a_step_that_fails_after_its_run_has_stopped(ends: str, stops: str, staged: Staged) -> None:
     """The run ended once; the late error is recorded, a retry is aborted; resumed, it is done."""
 
@@ -130,9 +125,7 @@ def test_a_step_that_fails_after_its_run_has_stopped(ends: str, stops: str, stag
             run.abort()
         else:
             staged.deliver_elsewhere(of_a)
-        if ends == "retry":
-            raise task.retry(countdown=0)
-        raise ValueError("the second")
+        end(task, ends)
 
     staged.bodies |= {"a": refuse, "b": meet}
     with hearing(run_ended) as ended:
@@ -141,13 +134,13 @@ def test_a_step_that_fails_after_its_run_has_stopped(ends: str, stops: str, stag
         staged.deliver(of_b)
         staged.deliver_all()
     assert len(ended) == 1
-    first, second = "f" if stops == "failure" else "a", "f" if ends == "error" else "a"
-    assert now(run) == ("failed" if stops == "failure" else "aborted", first + second + "aaa")
+    wanted = ("failed", "ffaaa") if stops == "failure" else ("aborted", "aaaaa")
+    assert statuses(run) == wanted
     assert len(staged.calls) == len(set(staged.calls))
     staged.bodies.clear()
     run.resume()
     staged.deliver_all()
-    assert now(run) == ("succeeded", "sssss")
+    assert statuses(run) == ("succeeded", "sssss")
 
 
 def test_a_step_whose_process_died_keeps_nobody_from_resuming(staged: Staged) -> None:
@@ -158,19 +151,18 @@ def test_a_step_whose_process_died_keeps_nobody_from_resuming(staged: Staged) ->
         staged.deliver_elsewhere(of_a)
         refused(run.resume, "still runs")
         staged.end_lease("b")
-        run.refresh_from_db()
         run.resume()
-        assert now(run) == ("running", "wwwww")
+        assert statuses(run) == ("running", "wwwww")
         return {"b": "stale"}
 
     staged.bodies |= {"a": refuse, "b": stand_still}
     run = staged.start()
     of_a, of_b = staged.take()
     assert staged.deliver(of_b).state == "IGNORED"  # it lost its claim
-    assert now(run) == ("running", "wwwww")
+    assert statuses(run) == ("running", "wwwww")
     del staged.bodies["a"]
     staged.deliver_all()
-    assert now(run) == ("succeeded", "sssss")
+    assert statuses(run) == ("succeeded", "sssss")
     assert run.params == dict.fromkeys("abcde", True)
 
 
@@ -209,7 +201,7 @@ def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
     moment = MOMENTS[name]
 
     def abort(task: Any) -> dict[str, bool]:
-        mine = StageRun.objects.using(staged.alias).get()
+        mine = staged.runs.get()
         assert not mine.is_aborted()
         assert mine.abort() is mine
         assert (mine.status, mine.is_aborted()) == ("aborted", True)
@@ -226,14 +218,13 @@ def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
                 staged.deliver(waiting.pop(0))
                 waiting += staged.take()
         if not moment.during:
-            run.refresh_from_db()
             assert run.abort() is run
         # Messages that were sent before arrive all the same.
         for message in waiting:
             staged.deliver(message)
         staged.deliver_all()
     assert [event["status"] for event in ended] == ["aborted"]
-    assert now(run) == ("aborted", moment.steps)
+    assert statuses(run) == ("aborted", moment.steps)
     assert (run.error_step, run.ended_at is None) == (None, False)
     assert "".join(staged.calls) == "abcde"[: moment.steps.count("s")]
     refused(run.abort, f"abort {run}: its status is aborted")
@@ -242,7 +233,7 @@ def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
     staged.calls.clear()
     run.resume()
     staged.deliver_all()
-    assert now(run) == ("succeeded", "sssss")
+    assert statuses(run) == ("succeeded", "sssss")
     assert "".join(staged.calls) == moment.again
     assert run.params == dict.fromkeys("abcde", True)
 
@@ -256,7 +247,7 @@ def test_only_a_stopped_run_is_resumed(staged: Staged) -> None:
     refused(run.resume, f"resume {run}: its status is waiting")
     staged.deliver(staged.take()[0])
     refused(run.resume, f"resume {run}: its status is running")
-    kept = StageRun.objects.using(staged.alias).get()
+    kept = staged.runs.get()
     run.delete()
     refused(kept.resume, f"resume {kept}: it was deleted")
     refused(kept.abort, f"abort {kept}: it was deleted")
@@ -273,12 +264,9 @@ def test_what_is_rolled_back_did_not_happen(action: str, staged: Staged) -> None
     staged.take()
     before = staged.tables()
     with hearing(run_ended, RUN_RESUMED) as heard:
-        run.refresh_from_db()
-        with transaction.atomic(using=staged.alias):
+        with rolled_back(staged.alias):
             getattr(run, action)()
-            transaction.set_rollback(True, using=staged.alias)
         assert (staged.tables(), heard, staged.take()) == (before, [], [])
-        run.refresh_from_db()
         with transaction.atomic(using=staged.alias):
             getattr(run, action)()
             assert (heard, staged.take()) == ([], [])
@@ -296,10 +284,8 @@ def test_a_change_waits_for_another_at_every_isolation_level(
     run = runs.create(stages=1, created_at=Now())
 
     def abort() -> None:
-        try:
+        with closing(connections[postgres_alias]):
             runs.get(pk=run.pk).abort()
-        finally:
-            connections[postgres_alias].close()
 
     with ThreadPoolExecutor(1) as pool:
         with runs.locked(run.pk):
@@ -316,15 +302,15 @@ def test_results_that_are_too_much_fail_the_run(staged: Staged) -> None:
     staged.bodies["c"] = lambda task: None
     run = staged.start("abc", "d")
     staged.deliver_all()
-    assert now(run) == ("failed", "sssa")
+    assert statuses(run) == ("failed", "sssa")
     assert run.error.startswith("The results of stage 1 can't be kept for the next one: it is 80,")
     assert run.error.endswith("those that returned something run again.")
     assert run.error_step is None
     staged.bodies.clear()
     staged.calls.clear()
     run.resume()
-    assert now(run) == ("running", "wwsw")
+    assert statuses(run) == ("running", "wwsw")
     staged.deliver_all()
-    assert now(run) == ("succeeded", "ssss")
+    assert statuses(run) == ("succeeded", "ssss")
     assert staged.calls == list("abd")  # what returned nothing was not done again
     assert run.params == dict.fromkeys("abd", True)

@@ -1,4 +1,4 @@
-"""The Celery app of this folder's worker: ``celery -A tests.stages.worker_app``."""
+"""The Celery app of workers that run these steps: ``celery -A tests.stages.worker_app``."""
 
 from celery import Celery
 

@@ -65,11 +65,6 @@ class Scene:
 
     alias: str
 
-    @property
-    def rows(self) -> Any:
-        """The outbox."""
-        return OutboxMessage.objects.using(self.alias)
-
     def worker(self) -> CeleryWorker:
         """Return a worker, not yet started, that knows the tasks in ``work``."""
         arguments = ["--include", "tests.tasks_backend.work", "--queues", "celery,mails"]
@@ -82,5 +77,6 @@ class Scene:
             result.refresh()
             return bool(result.is_finished)
 
-        wait_for(is_finished, PATIENCE, f"{result.id} is not finished: {self.rows.values()}")
+        rows = OutboxMessage.objects.using(self.alias)
+        wait_for(is_finished, PATIENCE, f"{result.id} is not finished: {rows.values()}")
         return result

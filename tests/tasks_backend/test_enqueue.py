@@ -17,11 +17,12 @@ from django.utils import timezone
 from django_celery_safe import ConfigurationError, WrongTransaction
 from tests.listening import receiving
 from tests.processes import dead_port
+from tests.sending.conftest import rolled_back
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import BACKEND, ByHand, tasks_setting
 
 #: Django's signals, in the order in which a task sends them.
-SIGNALS = ("task_enqueued", "task_started", "task_finished")
+SIGNALS = (signals.task_enqueued, signals.task_started, signals.task_finished)
 
 
 @contextmanager
@@ -29,15 +30,12 @@ def hearing_all() -> Iterator[list[tuple[Any, ...]]]:
     """Collect what Django's signals of tasks say meanwhile."""
     heard: list[tuple[Any, ...]] = []
 
-    def hear(name: str) -> Any:
-        def receive(sender: type, task_result: Any, **kwargs: Any) -> None:
-            heard.append((name, sender.__name__, task_result.id, str(task_result.status)))
-
-        return receive
+    def hear(signal: Any, sender: type, task_result: Any, **kwargs: Any) -> None:
+        heard.append((signal, sender.__name__, task_result.id, str(task_result.status)))
 
     with ExitStack() as stack:
-        for name in SIGNALS:
-            stack.enter_context(receiving(getattr(signals, name), hear(name)))
+        for signal in SIGNALS:
+            stack.enter_context(receiving(signal, hear))
         yield heard
 
 
@@ -56,25 +54,20 @@ def test_a_task_is_a_task_of_celery(by_hand: ByHand) -> None:
 def test_signals_say_what_happens(by_hand: ByHand) -> None:
     """A task is enqueued at the commit, started and finished by the worker, each once."""
     with hearing_all() as heard:
-        with transaction.atomic(using=by_hand.alias):
+        with rolled_back(by_hand.alias):
             lost = work.add.enqueue(1)
             assert work.add.get_result(lost.id).status == TaskResultStatus.READY
-            transaction.set_rollback(True, using=by_hand.alias)
         assert lost.enqueued_at is None
         with pytest.raises(TaskResultDoesNotExist):
             work.add.get_result(lost.id)
         with transaction.atomic(using=by_hand.alias):
             result = work.add.enqueue(1)
             assert (heard, result.enqueued_at, by_hand.mailbox.take()) == ([], None, [])
-        assert [one[0] for one in heard] == ["task_enqueued"]
+        assert [one[0] for one in heard] == [signals.task_enqueued]
         assert result.enqueued_at is not None
         by_hand.deliver()
-    expected = [
-        ("task_enqueued", "SafeCeleryBackend", result.id, "READY"),
-        ("task_started", "SafeCeleryBackend", result.id, "RUNNING"),
-        ("task_finished", "SafeCeleryBackend", result.id, "SUCCESSFUL"),
-    ]
-    assert heard == expected
+    states = zip(SIGNALS, ("READY", "RUNNING", "SUCCESSFUL"), strict=True)
+    assert heard == [(one, "SafeCeleryBackend", result.id, state) for one, state in states]
 
 
 def test_a_task_need_not_be_carried(by_hand: ByHand) -> None:
@@ -208,7 +201,7 @@ def test_a_retry_is_another_attempt(by_hand: ByHand) -> None:
     assert result.return_value == [1, 2, 3]
     assert result.worker_ids[:2] == ["unknown", "unknown"]
     assert result.worker_ids[2].endswith(f":{os.getpid()}")
-    assert [one[0] for one in heard] == ["task_started"] * 3 + ["task_finished"]
+    assert [one[0] for one in heard] == [signals.task_started] * 3 + [signals.task_finished]
 
 
 def test_a_task_may_run_eagerly(by_hand: ByHand) -> None:

@@ -13,7 +13,7 @@ from django_celery_safe import cache_lock
 from django_celery_safe.databases import Now
 from django_celery_safe.exceptions import CelerySafeError, InvalidResult, TaskPoisoned
 from django_celery_safe.leases.holder import Holder, encode_holder
-from tests.listening import receiving
+from tests.sending.conftest import hearing
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import ByHand, tasks_setting
 
@@ -77,19 +77,15 @@ def test_an_error_without_a_traceback_has_its_class(by_hand: ByHand) -> None:
 
 def test_a_poisoned_task_is_finished_once(by_hand: ByHand) -> None:
     """It failed although no run of it ended, and the signal says so."""
-    finished: list[Any] = []
-
-    def note(task_result: Any, **kwargs: Any) -> None:
-        finished.append((task_result.id, task_result.args, str(task_result.status)))
-
     result = work.add.enqueue(7)
     message = by_hand.take()
     by_hand.rows.update(deaths=3, last_death=encode_holder("task", Holder("web1", 42, 1.0, True)))
-    with receiving(signals.task_finished, note):
+    with hearing(signals.task_finished) as told:
         by_hand.mailbox.deliver(message)
         by_hand.mailbox.deliver(message)  # it does nothing
     assert the_error(result).exception_class is TaskPoisoned
-    assert finished == [(result.id, [7], "FAILED")]
+    (finished,) = [one["task_result"] for one in told]
+    assert (finished.id, finished.args, str(finished.status)) == (result.id, [7], "FAILED")
 
 
 def test_a_task_that_is_gone_from_the_code_has_no_result(by_hand: ByHand) -> None:
@@ -115,22 +111,17 @@ def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand) -> None:
     """The result is ready again meanwhile, and no attempt of the task's own is used up."""
     result = work.alone.enqueue("room", name="first")
     message = by_hand.take()
-    finished: list[str] = []
-
-    def note(task_result: Any, **kwargs: Any) -> None:
-        finished.append(task_result.id)
-
     # The context is no argument of the key.
     key = by_hand.mailbox.app.tasks[work.alone.module_path].lock_name("room", name="")
     assert key == "tests.tasks_backend.work.alone:room"
-    with receiving(signals.task_finished, note):
+    with hearing(signals.task_finished) as finished:
         with cache_lock(key) as lock:
             assert lock
             assert by_hand.mailbox.deliver(message).state == "RETRY"
         result.refresh()
         assert (result.status, finished) == (TaskResultStatus.READY, [])
         assert by_hand.deliver().value == 1
-    assert finished == [result.id]
+    assert [one["task_result"].id for one in finished] == [result.id]
 
 
 def test_a_duplicate_gets_the_result_of_the_first(by_hand: ByHand) -> None:
