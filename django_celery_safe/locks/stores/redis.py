@@ -13,8 +13,7 @@ A waiter sets a mark, and then sends two commands at once: a blocking pop, and t
 which the server runs when the pop ends. A release that sees the mark pushes one element. This
 wakes the waiter that has waited longest, and the server gives it the lock in the same moment.
 
-A script may only use keys of one slot of a Redis Cluster, so all locks are in one: the keys of all
-locks have the same hash tag there.
+In a Redis Cluster all keys have the same hash tag: a script may only use keys of one slot.
 """
 
 from __future__ import annotations
