@@ -81,7 +81,7 @@ def test_a_wrong_checkpoint_fails_the_task(carried: Carried, body: Any, said: st
 
 
 def test_a_block_that_handles_a_wrong_cursor_goes_on(carried: Carried) -> None:
-    """Nothing was asked of the database, so the block can write and be committed."""
+    """The error comes before any query, so the block can write and commit."""
 
     def body(task: Any) -> None:
         with transaction.atomic(using=carried.alias):

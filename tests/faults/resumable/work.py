@@ -87,7 +87,7 @@ def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> loop.Part:
     return found, begin + len(found), len(found) < most
 
 
-#: What each fault puts in the place of something right.
+#: The wrong code that each fault puts in place of ours.
 FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
     "cursor-first": (loop.Rows, "read", read_after_cursor),
     "cursor-last": (loop.Chunk, "commit", commit_before_cursor),
