@@ -11,12 +11,11 @@
 
 -- add_messages --
 INSERT INTO django_celery_safe_outboxmessage (
-    task, task_id, properties, body, chord, chord_calls, attempt, token, created_at, due_at, state,
-    attempts, starts, deaths, resent, error, error_type, traceback, holder, last_death, result,
-    "cursor"
+    task, task_id, properties, body, attempt, token, created_at, due_at, state, attempts, starts,
+    deaths, resent, error, error_type, traceback, holder, last_death, result, "cursor"
 ) VALUES (
-    :task, :task_id, :properties, _binary :body, :chord, :chord_calls, :attempt, :token, NOW,
-    AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', '', ''
+    :task, :task_id, :properties, _binary :body, :attempt, :token, NOW, AFTER(:held), 'pending', 0,
+    0, 0, 0, '', '', '', '', '', '', ''
 )
 RETURNING id
 
@@ -48,8 +47,7 @@ SET deaths = CASE WHEN state = 'running' THEN deaths + 1 ELSE deaths END,
     resent = CASE WHEN state = 'sent' THEN resent + 1 ELSE resent END,
     state = 'pending', token = :token, due_at = AFTER(:lease)
 WHERE id IN (:ids)
-RETURNING id, task, task_id, body, properties, chord, chord_calls, attempts, sent_at, attempt,
-    starts, deaths, resent
+RETURNING id, task, task_id, body, properties, attempts, sent_at, attempt, starts, deaths, resent
 -- changed: id IN (:ids)
 
 -- erase_sent --

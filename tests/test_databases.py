@@ -24,7 +24,6 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
-from django_celery_safe.sending.capture import Captured
 from django_celery_safe.sending.outbox import keep, outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.sending.sender import OutboxSender
@@ -65,7 +64,7 @@ def once() -> None:
 #: Calls that would keep rows in that database.
 USES: dict[str, Callable[[], object]] = {
     "hold locks": lambda: cache_lock("x").acquire(),
-    "hold an outbox": lambda: keep(OutboxSender(ORACLE), Captured()),
+    "hold an outbox": lambda: keep(OutboxSender(ORACLE), []),
     "hold an outbox (relay)": lambda: Relay(ORACLE),
     "record what is done once": claim,
     "do a thing once for a row": once,

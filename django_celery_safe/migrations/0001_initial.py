@@ -88,8 +88,6 @@ class Migration(migrations.Migration):
                 ('body', models.BinaryField()),
                 ('properties', django_celery_safe.models.columns.ExactTextField()),
                 ('created_at', models.DateTimeField(verbose_name='created at')),
-                ('chord', django_celery_safe.models.columns.ExactCharField(default='', max_length=32)),
-                ('chord_calls', django_celery_safe.models.columns.ExactTextField(default='')),
                 ('state', django_celery_safe.models.columns.ExactCharField(choices=[('pending', 'Pending'), ('sent', 'Sent'), ('running', 'Running'), ('done', 'Done'), ('failed', 'Failed'), ('dead', 'Dead')], default='pending', max_length=8, verbose_name='state')),
                 ('due_at', models.DateTimeField(null=True, verbose_name='due at')),
                 ('attempts', models.PositiveSmallIntegerField(default=0, verbose_name='attempts')),
@@ -115,7 +113,7 @@ class Migration(migrations.Migration):
                 'verbose_name_plural': 'outbox messages',
                 'permissions': (('retry_outboxmessage', 'Can retry outbox message'), ('discard_outboxmessage', 'Can discard outbox message')),
                 'default_permissions': ('view',),
-                'indexes': [django_celery_safe.models.columns.PartialIndex(fields=['due_at', 'id'], name='safe_outbox_due', rows=models.Q(('due_at__isnull', False))), django_celery_safe.models.columns.PartialIndex(fields=['chord'], name='safe_outbox_chord', rows=models.Q(('chord', ''), _negated=True)), django_celery_safe.models.columns.PartialIndex(fields=['sent_at'], name='safe_outbox_sent', rows=models.Q(('state', 'sent')), whole_fields=('state', 'sent_at')), models.Index(fields=['attempt'], name='safe_outbox_attempt'), django_celery_safe.models.columns.PartialIndex(fields=['task_id'], name='safe_outbox_task_id', rows=models.Q(('attempt', ''), _negated=True)), django_celery_safe.models.columns.PartialIndex(fields=['ended_at'], name='safe_outbox_done', rows=models.Q(('state', 'done')), whole_fields=('state', 'ended_at')), django_celery_safe.models.columns.PartialIndex(fields=['ended_at'], name='safe_outbox_failed', rows=models.Q(('state', 'failed'))), django_celery_safe.models.columns.PartialIndex(fields=['ended_at'], name='safe_outbox_dead', rows=models.Q(('state', 'dead')), whole_fields=('ended_at', 'state'))],
+                'indexes': [django_celery_safe.models.columns.PartialIndex(fields=['due_at', 'id'], name='safe_outbox_due', rows=models.Q(('due_at__isnull', False))), django_celery_safe.models.columns.PartialIndex(fields=['sent_at'], name='safe_outbox_sent', rows=models.Q(('state', 'sent')), whole_fields=('state', 'sent_at')), models.Index(fields=['attempt'], name='safe_outbox_attempt'), django_celery_safe.models.columns.PartialIndex(fields=['task_id'], name='safe_outbox_task_id', rows=models.Q(('attempt', ''), _negated=True)), django_celery_safe.models.columns.PartialIndex(fields=['ended_at'], name='safe_outbox_done', rows=models.Q(('state', 'done')), whole_fields=('state', 'ended_at')), django_celery_safe.models.columns.PartialIndex(fields=['ended_at'], name='safe_outbox_failed', rows=models.Q(('state', 'failed'))), django_celery_safe.models.columns.PartialIndex(fields=['ended_at'], name='safe_outbox_dead', rows=models.Q(('state', 'dead')), whole_fields=('ended_at', 'state'))],
             },
         ),
         migrations.CreateModel(

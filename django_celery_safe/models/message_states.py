@@ -46,18 +46,18 @@ SHORTEST_DELAY: Final = timedelta(seconds=5)
 LONGEST_DELAY: Final = timedelta(minutes=10)
 #: The columns of a claimed row that a relay needs, in the order of the model's fields.
 CLAIMED: Final = (
-    "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "sent_at",
-    "attempt", "starts", "deaths", "resent",
+    "id", "task", "task_id", "body", "properties", "attempts", "sent_at", "attempt", "starts",
+    "deaths", "resent",
 )  # fmt: skip
 #: Columns that no list shows and that may not fit into memory.
-UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")
+UNLISTED: Final = ("body", "properties", "result", "traceback")
 #: Messages that are still looked at, and messages that wait for an operator.
 LIVE: Final = Q(due_at__isnull=False)
 GIVEN_UP: Final = Q(state__in=[State.FAILED, State.DEAD])
 #: Messages whose row stays until their task has ended.
 CARRIED: Final = ~Q(attempt="")
 #: Bytes of a row; one character is one byte, because the texts are ASCII JSON.
-SIZE: Final = Length("body") + Length("properties") + Length("chord_calls")
+SIZE: Final = Length("body") + Length("properties")
 
 
 def _why_again(row: OutboxMessage, before: str) -> str:

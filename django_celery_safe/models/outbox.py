@@ -47,10 +47,6 @@ class OutboxMessage(ListedRow):
     #: Everything else of the message, as JSON.
     properties = ExactTextField()
     created_at = models.DateTimeField(_("created at"))
-    #: The chord that has to be registered with the result backend before sending; "": none.
-    chord = ExactCharField(max_length=32, default="")
-    #: The calls that register the chord, as JSON; one row of each chord has them.
-    chord_calls = ExactTextField(default="")
     state = ExactCharField(_("state"), max_length=8, choices=State.choices, default=State.PENDING)
     #: The next look of a relay at it; see ``State``. None: none.
     due_at = models.DateTimeField(_("due at"), null=True)
@@ -102,7 +98,6 @@ class OutboxMessage(ListedRow):
         )
         indexes = (
             partial_index("safe_outbox_due", LIVE, "due_at id"),
-            partial_index("safe_outbox_chord", ~Q(chord=""), "chord"),
             partial_index("safe_outbox_sent", Q(state=State.SENT), "sent_at", "state sent_at"),
             models.Index(fields=["attempt"], name="safe_outbox_attempt"),
             partial_index("safe_outbox_task_id", CARRIED, "task_id"),

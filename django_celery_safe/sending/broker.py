@@ -11,21 +11,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import Error as DatabaseError
 from kombu.exceptions import KombuError, LimitExceeded, OperationalError
 from kombu.pools import ProducerPool
 
 from ..texts import describe_error
 
 if TYPE_CHECKING:
-    from .capture import ChordCall, Message
+    from .capture import Message
 
 #: Options that limit each wait, in seconds, by kind of transport (kombu's ``driver_type``).
 BOUNDS: Final[dict[str, Any]] = {
@@ -178,14 +177,6 @@ def _find_pool(app: Celery, seconds: float, patient: bool) -> ProducerPool:
     return pools[key]
 
 
-def is_backend_gone(app: Celery, error: BaseException) -> bool:
-    """Return whether the result backend can't be reached."""
-    gone = getattr(app.backend, "connection_errors", ())
-    kinds = OSError, OperationalError, DatabaseError, *gone
-    # Celery's result consumer raises a RuntimeError from the backend's own error.
-    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
-
-
 def bounded_backend(app: Celery, seconds: float) -> Any:
     """Return this thread's result backend, which tries a request once, for ``seconds`` at most."""
     backends = _backends.__dict__.setdefault("by_app", WeakKeyDictionary()).setdefault(app, {})
@@ -198,12 +189,6 @@ def bounded_backend(app: Celery, seconds: float) -> Any:
             backend.connparams = {**parameters, **bounds, "retry_on_timeout": False}
         backends[seconds] = backend
     return backends[seconds]
-
-
-def register_all(calls: Sequence[ChordCall], seconds: float) -> None:
-    """Register chords with the result backend, in one try that waits at most ``seconds``."""
-    for call in calls:
-        call.register(bounded_backend(call.app, seconds))
 
 
 def is_unreachable(app: Celery, error: BaseException) -> bool:

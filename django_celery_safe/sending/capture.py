@@ -5,8 +5,8 @@ Celery's own code builds every message: routing, headers, stamps, serialized
 body. Inside :func:`capture` only the last step, the producer's ``publish``, is
 replaced: it keeps the message, and a ``Publisher`` publishes it later. The hook is
 ``app.amqp.send_task_message``, through which every kind of send goes; it is
-installed on the first use for each app. Celery's calls to the result backend are
-postponed in the same way.
+installed on the first use for each app. A chord is made known to the result backend while it
+is captured.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from typing import Any, NoReturn, TypeVar
 from celery import Celery
 from celery.backends.base import Backend
 
+from .. import conf
 from .arguments import PLAIN, serialize
+from .broker import bounded_backend
 
 T = TypeVar("T")
 
 #: Keeps the messages that are made in this context; None: they are published.
-CAPTURED: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
+CAPTURED: ContextVar[list[Message] | None] = ContextVar("django_celery_safe_captured", default=None)
 
 
 @dataclass(slots=True)
@@ -61,52 +63,14 @@ class Message:
     attempt: str = ""
 
 
-@dataclass(slots=True)
-class ChordCall:
+def capture(app: Celery, messages: list[Message], send: Callable[..., T]) -> T:
     """
-    A call that registers a chord with the result backend, which counts the chord's tasks.
-
-    Attributes:
-        method: The backend's method: ``set_chord_size`` or ``apply_chord``.
-    """
-
-    app: Celery
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def register(self, backend: Any = None) -> None:
-        """Register the chord with the app's result backend, or with ``backend`` instead."""
-        if backend is None:
-            getattr(self.app.backend, self.method)(*self.args, **self.kwargs)
-            return
-        # Otherwise making the group's result would subscribe to it, through the app's own backend.
-        method = getattr(backend, self.method)
-        capture(self.app, Captured(), lambda **_: method(*self.args, **self.kwargs))
-
-
-@dataclass(slots=True)
-class Captured:
-    """
-    Everything that was sent inside :func:`capture`, in order.
-
-    Attributes:
-        messages: The messages to publish.
-        chord_calls: The calls to make before the messages are published.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    chord_calls: list[ChordCall] = field(default_factory=list)
-
-
-def capture(app: Celery, captured: Captured, send: Callable[..., T]) -> T:
-    """
-    Call ``send``, and keep every message that it sends, in order, in ``captured``.
+    Call ``send``, and append every message that it sends, in order, to ``messages``.
 
     It gets a ``producer`` for its sends; with that, they need none from the app's pool.
 
-    Nothing connects to the broker or the result backend. Ids, results and
-    argument checks are as in any other send.
+    Nothing connects to the broker and, unless there is a chord, to the result backend. Ids,
+    results and argument checks are as in any other send.
     """
     app = getattr(app, "_get_current_object", lambda: app)()  # shared tasks have a stand-in
     amqp: Any = app.amqp
@@ -116,12 +80,12 @@ def capture(app: Celery, captured: Captured, send: Callable[..., T]) -> T:
     _install_in_backend(app)
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
-    context.run(CAPTURED.set, captured)
+    context.run(CAPTURED.set, messages)
     return context.run(send, producer=amqp.celery_safe_stand_in)
 
 
 def _install_in_backend(app: Celery) -> None:
-    """Let ``CAPTURED`` apply to this thread's result backend of an app."""
+    """Keep this thread's result backend from connecting for a message that is only captured."""
     backend: Any = app.backend
     if hasattr(backend.set_chord_size, "celery_safe"):
         return
@@ -129,14 +93,13 @@ def _install_in_backend(app: Celery) -> None:
     # server is down.
     if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
         _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
-    _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
     if (consumer := getattr(backend, "result_consumer", None)) is not None:
         _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
         wait = consumer._wait_for_pending
         consumer._wait_for_pending = functools.partial(_subscribe_and_wait, consumer, wait)
-    # The last one, because it shows that the backend has all of them.
-    put_off = functools.partial(_put_off_chord_call, app, "set_chord_size")
-    _switch(backend, "set_chord_size", put_off)
+    # The second one is the last of all, because it shows that the backend has them.
+    for name in ("apply_chord", "set_chord_size"):
+        _switch(backend, name, functools.partial(_register_chord, app, name))
 
 
 def _switch(owner: Any, name: str, while_capturing: Callable[..., Any]) -> None:
@@ -159,10 +122,11 @@ def _switch(owner: Any, name: str, while_capturing: Callable[..., Any]) -> None:
     setattr(owner, name, switched)
 
 
-def _put_off_chord_call(
-    app: Celery, method: str, captured: Captured, _: Any, *args: Any, **kwargs: Any
+def _register_chord(
+    app: Celery, method: str, captured: list[Message], _: Any, *args: Any, **kwargs: Any
 ) -> None:
-    captured.chord_calls.append(ChordCall(app, method, args, kwargs))
+    """Tell the result backend of a chord now, in one try: the caller may hold rows locked."""
+    getattr(bounded_backend(app, conf.get("OUTBOX_SEND_TIMEOUT")), method)(*args, **kwargs)
 
 
 def _subscribe_and_wait(consumer: Any, original: Any, result: Any, **kwargs: Any) -> Any:
@@ -178,15 +142,6 @@ def _unknown_ids(result: Any) -> list[str]:
     if parts is None:
         return [] if result._cache else [result.id]
     return [task_id for part in parts for task_id in _unknown_ids(part)]
-
-
-def _apply_chord(app: Celery, captured: Captured, original: Any, *args: Any, **kwargs: Any) -> None:
-    if type(app.backend).apply_chord is Backend.apply_chord:
-        # It refuses a chord without a result backend, or sends the task that polls
-        # whether the chord is complete; that message is captured.
-        original(*args, **kwargs)
-    else:
-        _put_off_chord_call(app, "apply_chord", captured, original, *args, **kwargs)
 
 
 class _PublishIntercepted(BaseException):
@@ -208,7 +163,13 @@ class _StandIn:
 
 
 def _keep(
-    app: Celery, captured: Captured, send: Any, producer: Any, name: str, message: Any, **more: Any
+    app: Celery,
+    messages: list[Message],
+    send: Any,
+    producer: Any,
+    name: str,
+    message: Any,
+    **more: Any,
 ) -> None:
     context = copy_context()
     try:
@@ -226,7 +187,7 @@ def _keep(
             name: value if type(value) in PLAIN else copy.deepcopy(value)
             for name, value in publishing["headers"].items()
         }
-        captured.messages.append(
+        messages.append(
             Message(
                 app=app,
                 task=name,

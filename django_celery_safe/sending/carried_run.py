@@ -41,7 +41,7 @@ from ..leases.claim import Claim
 from ..leases.lease import clock
 from ..resuming.checkpoints import HandedOver
 from ..texts import describe_error, get_logger
-from .capture import Captured, capture
+from .capture import Message, capture
 from .followed import NOTHING, Fault, fail_message, find_follower
 from .message_table import Claimed, MessageTable, message_table
 from .outbox import carry, keep, rewrite
@@ -156,7 +156,7 @@ class Run:
         self.found, self.returned, self.unrun = found, "", ""
         self.follower: StepFollower | None = None
         self.is_called = self.has_begun = False
-        self.resent: Captured | None = None
+        self.resent: list[Message] | None = None
         self._is_replaced = False
 
     def begin(self, header: Header) -> None:
@@ -185,8 +185,7 @@ class Run:
             unchanged: Whether the run's own message is sent again, because it did not begin.
         """
         self.has_begun = self.has_begun and not unchanged
-        before = self.resent or Captured()  # such as a retry without throw
-        captured = Captured([*before.messages], [*before.chord_calls])
+        captured = [*(self.resent or ())]  # such as a retry without throw
         try:
             result = capture(self.task.app, captured, lambda **_: send())
         except Ignore:
@@ -352,14 +351,14 @@ class Run:
         back = self._put_back(error, 0.0, died=_ends_process(error))
         return back or self.claim.ask(lambda: self.claim.table.has_ended(self.claim.name))
 
-    def _go_on(self, captured: Captured, why: Fault) -> bool:
+    def _go_on(self, messages: list[Message], why: Fault) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""
         self._let_wait(why)
         table, replaced = self.claim.table, self._is_replaced
-        for message in captured.messages:
+        for message in messages:
             carry(message, table.alias)
-        own = [one for one in captured.messages if one.task_id == self._task_id][:1]
-        others = [one for one in captured.messages if one not in own]
+        own = [one for one in messages if one.task_id == self._task_id][:1]
+        others = [one for one in messages if one not in own]
 
         def write() -> bool:
             with transaction.atomic(using=table.alias):
@@ -369,7 +368,7 @@ class Run:
                 else:
                     ours = table.end(*self.held)
                 if ours and others:
-                    keep(sender, Captured(others, captured.chord_calls), goes_on=True)
+                    keep(sender, others, goes_on=True)
             return ours
 
         self.claim.stop_renewing()

@@ -26,7 +26,7 @@ from ..exceptions import ConfigurationError, WrongTransaction
 from ..texts import describe_error, get_logger
 from ..transactions import Attempts, aliases_in_atomic, in_atomic
 from .arguments import serialize
-from .capture import Captured, capture
+from .capture import Message, capture
 from .deduplicate import Call
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .sender import OutboxSender, Sender
@@ -146,23 +146,23 @@ def hold(
     """
     options = dict(options)
     _refuse_other_broker(app, options)
-    captured = Captured()
-    result = capture(app, captured, partial(send, **options))
+    messages = list[Message]()
+    result = capture(app, messages, partial(send, **options))
 
     def leave() -> None:
         if result is not None:
             refuse_get(result, using)
-        if outbox and captured.messages:
+        if outbox and messages:
             sender = OutboxSender.join(using)
             sender.is_sure = not was_in_atomic
-            keep(sender, captured, result, outbox)
+            keep(sender, messages, result, outbox)
         else:
-            Sender.join(using).add(captured, result)
+            Sender.join(using).add(messages, result)
 
     connection = transaction.get_connection(using)
     was_in_atomic = connection.in_atomic_block
     # The row of a single message needs no transaction: its INSERT commits by itself.
-    if not outbox or was_in_atomic or len(captured.messages) < 2:
+    if not outbox or was_in_atomic or len(messages) < 2:
         leave()
         return result
     for attempt in Attempts(connection.alias, "The row of a message"):

@@ -9,7 +9,6 @@ did not send before it died.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -26,7 +25,7 @@ from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError
 from ..texts import describe_error, get_logger
 from ..transactions import OUR_TABLES, lacks_table
-from .capture import Captured, Message
+from .capture import Message
 from .message_table import message_table
 from .serialization import to_row
 
@@ -51,7 +50,7 @@ MOST_DOUBLINGS: Final = 7
 
 def keep(
     sender: OutboxSender,
-    captured: Captured,
+    messages: Sequence[Message],
     result: Any = None,
     outbox: Outbox = True,
     *,
@@ -70,8 +69,6 @@ def keep(
         NotSerializable: A value can't be stored in a row.
         ConfigurationError: The database has no outbox.
     """
-    messages, calls = captured.messages, captured.chord_calls
-    chord = uuid.uuid4().hex if calls else ""
     for message in messages if outbox == UNTIL_DONE else ():
         if not carry(message, sender.using) and len(messages) == 1:
             raise ConfigurationError(
@@ -79,7 +76,7 @@ def keep(
                 f"known here, so nothing would end its row. Write @shared_task(base=SafeTask), or "
                 f"outbox=True."
             )
-    rows = [to_row(one, [] if number else calls, chord) for number, one in enumerate(messages)]
+    rows = [to_row(one) for one in messages]
     try:
         # Also one that the caller catches must leave none of them.
         with transaction.mark_for_rollback_on_error(sender.using):
@@ -93,7 +90,7 @@ def keep(
             f"manage.py migrate django_celery_safe --database={sender.using}; if that has nothing "
             f"to do, run it with zero first, which deletes the rows."
         ) from error
-    sender.add(captured, result, ids=ids, chord=chord, goes_on=goes_on)
+    sender.add(messages, result, ids=ids, goes_on=goes_on)
 
 
 def is_ours(app: Celery, task: str) -> bool:
@@ -170,7 +167,7 @@ def rewrite(
         (first,), *more = written
         if more:  # an INSERT whose answer got lost was repeated
             message_table(sender.using).all().filter(pk__in=[pk for (pk,) in more]).erase()
-        sender.add(Captured([message]), ids=[first], goes_on=True)
+        sender.add([message], ids=[first], goes_on=True)
     return bool(written)
 
 
@@ -200,7 +197,7 @@ def _in_batches(rows: Iterable[Columns], most_bytes: int) -> Iterator[list[Colum
     batch, total = list[Columns](), 0
     for row in rows:
         # Nearly: the text columns are almost entirely ASCII.
-        size = len(row["body"]) + len(row["properties"]) + len(row["chord_calls"])
+        size = len(row["body"]) + len(row["properties"])
         if batch and (len(batch) == ROWS or total + size > most_bytes):
             yield batch
             batch, total = [], 0

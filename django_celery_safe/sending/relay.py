@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import DEFAULT_DB_ALIAS, IntegrityError, connections
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
@@ -33,7 +33,7 @@ from ..leases.holder import holder_text
 from ..leases.lease import clock
 from ..texts import describe_error, get_logger
 from ..transactions import DISCONNECTED
-from .broker import BrokerGone, is_backend_gone, register_all
+from .broker import BrokerGone
 from .capture import Message
 from .followed import Fault, fail_unrun
 from .housekeeping import Housekeeping
@@ -55,8 +55,8 @@ LEASE: Final = timedelta(seconds=60)
 LONGEST_WAIT: Final = 10.0
 #: How many times a message is tried before it is dead: for about two hours, see ``models``.
 ATTEMPTS: Final = 20
-#: Delay of a message that could not be sent because another service, such as the store of its
-#: lock, is unavailable, s.
+#: Delay of a message that could not be sent because the store of its lock is unavailable, or
+#: only another relay can send it, s.
 PUT_OFF: Final = 10.0
 #: Delay of a message if the broker stopped answering on both tries, s. The message may be the
 #: cause, so others go first.
@@ -72,31 +72,26 @@ IDLE: Final = 1.0
 LONGEST_IDLE: Final = 5 * IDLE
 
 
-class PutOff(Exception):
-    """A message can't be sent now, and neither the message nor the broker is the cause."""
-
-
 class ClaimedMessage(NamedTuple):
     """
     A claimed row and its message.
 
     Attributes:
-        needs: The names of servers that must answer before it is published; empty: none.
+        takes_lock: Whether the store of its lock must answer before it is published.
     """
 
     row: OutboxMessage
     message: Message
-    needs: str
+    takes_lock: bool
 
     @classmethod
     def of(cls, row: OutboxMessage) -> Self:
         """Read the message of a row; see :func:`to_message`."""
-        message = to_message(row)[0]
+        message = to_message(row)
         if _was_sent(row):
             leave_period(message.options["headers"])  # it started when the message was first sent
         header = read_header(message.options["headers"], message.task)
-        needs = {"the result backend": row.chord, "the store of its lock": "sent" in header}
-        return cls(row, message, " and ".join(filter(needs.get, needs)))
+        return cls(row, message, "sent" in header)
 
     @property
     def is_expired(self) -> bool:
@@ -280,24 +275,24 @@ class Relay:
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
         publisher = self._publishers[app] = Publisher(app, LONGEST_WAIT, patient=True)
-        free = [one for one in claimed if not one.needs]
+        free = [one for one in claimed if not one.takes_lock]
         in_time = len(free) > 1 and time.monotonic() < stop_at
         if in_time and publisher.publish_together([one.message for one in free]):
             for one in free:
                 self._record_sent(one)
-        unavailable: dict[str, str] = {}
+        unavailable: LockBackendError | None = None
         for one in claimed:
             if self._next.get(one.row.pk) != NOT_REACHED:
                 continue
             if time.monotonic() > stop_at:
                 break  # another relay may claim the rest soon
             try:
-                # Otherwise it would wait for the same server again.
-                if (fault := unavailable.get(one.needs)) is not None:
-                    raise PutOff(fault)
+                # Otherwise it would wait for the same store again.
+                if one.takes_lock and unavailable is not None:
+                    raise unavailable
                 self._publish_one(publisher, one)
-            except (PutOff, LockBackendError) as error:
-                unavailable[one.needs] = str(error)
+            except LockBackendError as error:
+                unavailable = error
                 self._next[one.row.pk] = Next(PUT_OFF, "give_back", str(error))
 
     def _publish_one(self, publisher: Publisher, one: ClaimedMessage) -> None:
@@ -305,15 +300,13 @@ class Relay:
         Publish a message on its own.
 
         Raises:
-            PutOff: A server that the message needs does not answer.
-            LockBackendError: So does the store of its lock.
+            LockBackendError: The store of its lock does not answer.
             BrokerGone: The broker takes no message now.
         """
         try:
-            self._register_chord(one)
             # A process that died right afterwards may have published this very message.
             duplicate = publisher.publish(one.message, again=True, begun=one.row.starts > 0)
-        except (SoftTimeLimitExceeded, PutOff, LockBackendError):
+        except (SoftTimeLimitExceeded, LockBackendError):
             raise
         except BrokerGone as gone:
             if gone.message is not None:
@@ -329,25 +322,6 @@ class Relay:
                 self._next[one.row.pk] = Next(PUT_OFF, "give_back", has)
                 return
             self._record_sent(one, is_duplicate=duplicate is not None)
-
-    def _register_chord(self, one: ClaimedMessage) -> None:
-        if not one.row.chord:
-            return
-        rows = self._rows.filter(chord=one.row.chord)
-        row = rows.exclude(chord_calls="").first()
-        if row is None:
-            return  # another relay has registered it, or an operator has discarded its calls
-        try:
-            register_all(to_message(row)[1], LONGEST_WAIT)
-        except IntegrityError:
-            pass  # the backend keeps chords in a table, and has this one
-        except Exception as error:
-            if is_backend_gone(one.message.app, error):
-                raise PutOff(
-                    f"the result backend could not register a chord: {describe_error(error)}"
-                ) from error
-            raise
-        rows.update(chord="")
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         again = None if is_duplicate else resend_delay(one.message, one.row.resent)

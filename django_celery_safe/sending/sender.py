@@ -27,8 +27,8 @@ from ..exceptions import CelerySafeError, find_soft_time_limit
 from ..locks import HeldLock
 from ..texts import describe_error, get_logger
 from ..transactions import is_in_testcase
-from .broker import BrokerGone, is_backend_gone, register_all
-from .capture import Captured, Message
+from .broker import BrokerGone
+from .capture import Message
 from .deduplicate import settle
 from .message_table import NOT_REACHED, Next, message_table
 from .outbox import resend_delay, time_to_wait
@@ -53,15 +53,13 @@ class Send:
         sender: The sender of the open transaction.
         result: The result of the call; None: it has none.
         ids: The keys of the rows, in the order of the messages; empty: there are none.
-        chord: The chord that is to be registered first, as the rows name it; "": none.
         goes_on: As for ``outbox.keep``.
     """
 
     sender: Sender
-    captured: Captured
+    messages: Sequence[Message]
     result: Any = None
     ids: Sequence[int] = ()
-    chord: str = ""
     goes_on: bool = False
 
     def __call__(self) -> None:
@@ -80,7 +78,7 @@ class Sender:
     """
     Sends what one transaction has sent without rows.
 
-    All calls share it, so they wait only once for a broker or result backend that is gone.
+    All calls share it, so they wait only once for a broker that is gone.
 
     Args:
         using: Alias of the database.
@@ -93,9 +91,6 @@ class Sender:
         self._kept: dict[int, tuple[Send, Message]] = {}
         self._limit: SoftTimeLimitExceeded | None = None
         self._publishers: dict[Celery, Publisher] = {}
-        #: Why the chord of a call could not be registered, so that none of its messages is sent; or
-        #: no chord of an app, whose result backend is gone and not waited for again.
-        self._faults: dict[Send | Celery, Exception] = {}
 
     @classmethod
     def join(cls, using: str | None) -> Self:
@@ -109,16 +104,16 @@ class Sender:
                 return send.sender
         return cls(connection.alias)
 
-    def add(self, captured: Captured, result: Any = None, **facts: Any) -> None:
+    def add(self, messages: Sequence[Message], result: Any = None, **facts: Any) -> None:
         """Send the messages of a call when the open transaction commits; see :class:`Send`."""
-        send = Send(self, captured, result, **facts)
-        rows = zip(send.ids, captured.messages, strict=False)
+        send = Send(self, messages, result, **facts)
+        rows = zip(send.ids, messages, strict=False)
         self._kept |= {pk: (send, message) for pk, message in rows}
         transaction.on_commit(send, using=self.using)
 
     def send(self, send: Send) -> None:
         """Send the messages of a call."""
-        for message in send.captured.messages:
+        for message in send.messages:
             if self._send(send, message):
                 self._announce(message)
         if self._limit is not None:
@@ -151,8 +146,6 @@ class Sender:
 
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
         """Publish a message; return the lock that makes it a duplicate, or None."""
-        if now and send.captured.chord_calls:
-            self._register_chord(send)
         is_retry = send.goes_on and bool(message.options["headers"].get("retries"))
         if message.app not in self._publishers:
             self._publishers[message.app] = self._make_publisher(message.app)
@@ -161,22 +154,6 @@ class Sender:
 
     def _make_publisher(self, app: Celery) -> Publisher:
         return Publisher(app)
-
-    def _register_chord(self, send: Send) -> None:
-        """Register the chord of a call at its result backend, before its first message."""
-        app = send.captured.chord_calls[0].app
-        if (fault := self._faults.get(send) or self._faults.get(app)) is not None:
-            raise fault
-        try:
-            self._register(send)
-        except Exception as error:
-            self._faults[app if is_backend_gone(app, error) else send] = error
-            raise
-        send.captured.chord_calls = []
-
-    def _register(self, send: Send) -> None:
-        for call in send.captured.chord_calls:
-            call.register()
 
     def _announce(self, message: Message) -> None:
         try:
@@ -250,7 +227,7 @@ class OutboxSender(Sender):
     def _find(self) -> set[int]:
         """Return the keys of the rows that were committed and that no relay takes meanwhile."""
         in_time = time.monotonic() < self._ours_until
-        checked = (_is_checked_by_run(*one) for one in self._kept.values())
+        checked = (_is_checked_by_run(message) for _, message in self._kept.values())
         if self.is_sure or (in_time and all(checked)):
             return set(self._kept)
         name = "find_written" if in_time else "hold_messages"
@@ -281,10 +258,6 @@ class OutboxSender(Sender):
     def _has_time(self) -> bool:
         return time.monotonic() < self._give_up_at
 
-    def _register(self, send: Send) -> None:
-        register_all(send.captured.chord_calls, self._timeout)
-        message_table(self.using).all().filter(chord=send.chord).update(chord="")
-
     def _emit_failure(self, message: Message, error: Exception) -> None:
         text = describe_error(error)
         event = TASK_KEPT_TOO if text in self._reported else TASK_KEPT
@@ -305,6 +278,6 @@ class OutboxSender(Sender):
         logger.warning("%d message(s) of %r %s: %s", len(rows), self.using, what, said)
 
 
-def _is_checked_by_run(send: Send, message: Message) -> bool:
+def _is_checked_by_run(message: Message) -> bool:
     """Return whether a message without a row does nothing at all, because no run can claim it."""
-    return bool(message.attempt) and not (send.chord or takes_lock(message))
+    return bool(message.attempt) and not takes_lock(message)

@@ -11,13 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery, _state, current_app
-from celery.canvas import maybe_signature
-from celery.result import result_from_tuple
 from kombu.utils.json import dumps, loads
 
 from ..exceptions import NotSerializable
 from ..leases.holder import GARBLED
-from .capture import ChordCall, Message
+from .capture import Message
 
 if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
@@ -34,16 +32,9 @@ class ForAnotherRelay(Exception):
     """This process can't send a message: it lacks the sender's Celery app."""
 
 
-def to_row(
-    message: Message, chord_calls: list[ChordCall] | None = None, chord: str = ""
-) -> dict[str, Any]:
+def to_row(message: Message) -> dict[str, Any]:
     """
     Return the columns of ``OutboxMessage`` that describe a message.
-
-    Args:
-        chord_calls: The calls that register the chord with the result backend, before any
-            message of the chord is published; only one row of the chord has them.
-        chord: The id that the messages of that chord share.
 
     Raises:
         NotSerializable: A header or option is not plain data, a name or id does not fit, or the
@@ -61,19 +52,18 @@ def to_row(
     properties = {**kept, "options": options, "app": message.app.main}
     try:
         text = dumps({name: value for name, value in properties.items() if value is not None})
-        calls = dumps([_pack_call(call) for call in chord_calls]) if chord_calls else ""
     except (TypeError, ValueError) as error:
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
     data = message.data
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
     columns = {"task": message.task, "task_id": message.task_id, "attempt": message.attempt}
-    return {**columns, "properties": text, "body": body, "chord": chord, "chord_calls": calls}
+    return {**columns, "properties": text, "body": body}
 
 
-def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
+def to_message(row: OutboxMessage) -> Message:
     """
-    Return the message of a row, and the calls that register its chord with the result backend.
+    Return the message of a row.
 
     Raises:
         ValueError: The row was changed, and is no longer a valid message.
@@ -86,7 +76,7 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
         options["headers"] = dict(options["headers"])  # what else is wrong shows at the publication
         amqp: Any = app.amqp
         options["declare"] = [amqp.queues[name] for name in options["declare"]]
-        message = Message(
+        return Message(
             app=app,
             task=row.task,
             task_id=row.task_id,
@@ -94,15 +84,12 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             attempt=row.attempt,
             **{name: properties.get(name) for name in KEPT},
         )
-        packed = loads(row.chord_calls) if row.chord_calls else ()
-        calls = [_unpack_call(app, *call) for call in packed]
     except ForAnotherRelay:
         raise
     except Exception as error:
         # The texts of other errors may reveal values.
         what = repr(error) if isinstance(error, KeyError) else type(error).__name__
         raise ValueError(f"the row makes no message: {what}") from error
-    return message, calls
 
 
 def find_headers(properties: str) -> dict[str, Any]:
@@ -143,19 +130,3 @@ def _name_queue(message: Message, queue: Any) -> str:
         return str(queue.name)
     hint = "The outbox keeps only the name of a queue: add this one to task_queues."
     raise NotSerializable(message.task, "the queue", repr(queue), hint)
-
-
-def _pack_call(call: ChordCall) -> tuple[str, list[Any], dict[str, Any]]:
-    args = list(call.args)
-    if call.method == "apply_chord":
-        (group_id, results), *rest = args
-        args = [(group_id, [result.as_tuple() for result in results]), *rest]
-    return call.method, args, call.kwargs
-
-
-def _unpack_call(app: Celery, method: str, args: list[Any], kwargs: dict[str, Any]) -> ChordCall:
-    if method == "apply_chord":
-        (group_id, results), body, *rest = args
-        members = [result_from_tuple(result, app) for result in results]
-        args = [(group_id, members), maybe_signature(body, app=app), *rest]
-    return ChordCall(app, method, tuple(args), kwargs)

@@ -162,9 +162,7 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> Iterato
 def take(rows: Any) -> tuple[Celery, Sent] | None:
     """Take the oldest message out of the outbox, as a relay would; None: the outbox is empty."""
     while (row := rows.pending().order_by("pk").first()) is not None:
-        message, chord_calls = to_message(row)
-        for call in chord_calls:
-            call.register()
+        message = to_message(row)
         headers = message.options["headers"]
         duplicate = publish_once(headers, lambda: None, again=True)
         message_table(rows.db).record_sent(row.token, {row.pk: Next(resend_delay(message))})

@@ -260,8 +260,8 @@ sending.task:SafeTaskMixin.retry: a retry inside a transaction is held back and 
 -resending(self.request.id,
 +resending('other',
 sending.capture:capture: every later send of the process is swallowed
--context.run(CAPTURED.set, captured)
-+CAPTURED.set(captured)
+-context.run(CAPTURED.set, messages)
++CAPTURED.set(messages)
 [idempotency]
 queries.sql:claim_record: two processes do the work of one key
 -(state = 'running' AND ends_at < NOW)

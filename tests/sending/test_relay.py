@@ -7,24 +7,21 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from celery import Celery, chord
-from celery.backends.redis import RedisBackend
+from celery import Celery
 from celery.signals import after_task_publish
 from django.core.management import call_command
-from django.db import IntegrityError, connections, transaction
+from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from kombu import Queue
-from kombu.exceptions import OperationalError
 from pytest_django import Settings
 
-from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending import housekeeping
@@ -33,17 +30,16 @@ from django_celery_safe.sending import relay as relay_module
 from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
-from tests.app.tasks import add, total
+from tests.app.tasks import add
 from tests.conftest import MakeDatabase
 from tests.listening import receiving
 from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
 from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, make_due, table
-from tests.sending.published import Sent, take_published
+from tests.sending.published import Sent
 from tests.sending.test_outbox import keep
 from tests.sending.test_unique import once
-from tests.servers import RabbitMQServer, RedisServer
+from tests.servers import RabbitMQServer
 from tests.servers.databases import DatabaseKind
-from tests.statements import raising
 
 RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
@@ -52,14 +48,6 @@ def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[s
     """Leave messages in the outbox that are due; return their task ids."""
     with dying_sender(alias, due=True):
         return [keep(number, alias, task, **options).id for number in range(count)]
-
-
-def leave_chord(alias: str, app: Celery, task: Any = add, size: int = 2) -> list[str]:
-    """Leave a chord of such tasks, from number 10 on, that is due; return their ids."""
-    header = [app.tasks[task.name].s(number) for number in range(10, 10 + size)]
-    with dying_sender(alias, due=True):
-        result = send_on_commit(chord(header, app.tasks[total.name].s()), using=alias, outbox=True)
-    return [member.id for member in result.parent]
 
 
 def drain(alias: str, **arguments: Any) -> int:
@@ -274,123 +262,6 @@ def test_a_killed_relay_is_no_duplicate_of_itself(
     assert ids(sent()) == [wanted] * times
     assert duplicates == []
     assert not table(alias).exists()
-
-
-# Chords, of which the result backend has to know first.
-
-
-class CountingBackend(RedisBackend):
-    """Redis that notes what it is told of chords, and takes its time."""
-
-    def set_chord_size(self, group_id: str, chord_size: int) -> None:
-        """Note it and do it."""
-        self._note("set_chord_size", group_id)
-        super().set_chord_size(group_id, chord_size)
-
-    def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
-        """Note it and do it."""
-        self._note("apply_chord", header_result_args[0])
-        super().apply_chord(header_result_args, body, **kwargs)
-
-    def _note(self, what: str, group_id: str) -> None:
-        self.client.rpush("told", f"{what} {group_id}")
-        # Long enough for another relay to do the same in the meantime.
-        self.client.blpop("nothing", 0.2)
-
-
-class TableBackend(CountingBackend):
-    """One that has a table of chords, as django-celery-results, which has this one already."""
-
-    def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
-        """Refuse the same key twice."""
-        super().apply_chord(header_result_args, body, **kwargs)
-        raise IntegrityError
-
-
-class CountingApp(NamedTuple):
-    """An app with such a result backend."""
-
-    app: Celery
-    server: RedisServer
-
-    def told(self) -> list[str]:
-        """Return what the backend was told, in order."""
-        with self.server.client(db=2) as client:
-            return [entry.decode().split()[0] for entry in client.lrange("told", 0, -1)]
-
-    def sent(self) -> list[str]:
-        """Take the messages out of the queues; return their ids."""
-        return ids(take_published(self.server))
-
-
-@pytest.fixture
-def make_counting(make_app: MakeApp, redis_server: RedisServer) -> Callable[..., CountingApp]:
-    """Make an app whose result backend is of a class of this module, and may be slow."""
-
-    def make(kind: type[CountingBackend]) -> CountingApp:
-        backend = f"{__name__}.{kind.__name__}+{redis_server.database_url(2)}"
-        return CountingApp(make_app(result_backend=backend), redis_server)
-
-    return make
-
-
-#: Calls that make a chord known to a result backend.
-ONCE_EACH = ["set_chord_size", "apply_chord"]
-
-
-@pytest.mark.sql
-def test_a_chord_is_told_once_by_several_rows(
-    alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row says what to tell; whichever is sent first has the backend told, by any relay."""
-    monkeypatch.setattr(relay_module, "BATCH", 2)
-    counting = make_counting(CountingBackend)
-    wanted = leave_chord(alias, counting.app, size=5)
-    assert counting.told() == []
-    first, *others = table(alias).order_by("pk")
-    assert first.chord
-    assert {row.chord for row in others} == {first.chord}
-    assert [bool(row.chord_calls) for row in (first, *others)] == [True] + [False] * 4
-    table(alias).filter(pk=first.pk).update(due_at=Now())
-    relay = Relay(alias)
-    assert relay.relay_batch() == 2
-    assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
-    assert drain(alias) == 3
-    assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert sorted(counting.sent()) == sorted(wanted)
-
-
-def test_a_chord_that_its_sender_told_is_not_told_again(
-    alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker gone right after it: a relay sends the rows, and the backend counts on."""
-    counting = make_counting(CountingBackend)
-    part, whole = counting.app.tasks[add.name].s(1), counting.app.tasks[total.name].s()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publisher_module, "put", raising(OperationalError("the broker is gone")))
-        with transaction.atomic(using=alias):
-            result = send_on_commit(chord([part, part.clone()], whole), using=alias, outbox=True)
-    assert isinstance(result.send_error, OperationalError)
-    assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert list(table(alias).values_list("chord", flat=True)) == ["", ""]
-    assert drain(alias) == 2
-    assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert len(counting.sent()) == 2
-
-
-def test_a_chord_in_a_table_does_not_keep_its_rows(
-    alias: str, make_counting: Callable[..., CountingApp], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Who told died before noting it: the backend's IntegrityError says so, and all rows go out."""
-    counting = make_counting(TableBackend)
-    wanted = leave_chord(alias, counting.app, size=3)
-    assert drain(alias) == 3
-    assert counting.sent() == wanted
-    assert counting.told().count("apply_chord") == 1
-    assert not table(alias).exists()
-    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
 
 
 # Running.

@@ -35,7 +35,7 @@ from tests.locks.lines import line_to
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, dying_sender, hearing, ids, make_due, table
 from tests.sending.published import Sent, take_published
-from tests.sending.test_relay import drain, leave, leave_chord, rabbitmq_app, relaying, take_out
+from tests.sending.test_relay import drain, leave, rabbitmq_app, relaying, take_out
 from tests.sending.test_unique import once
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer
 from tests.servers.databases import registered
@@ -124,7 +124,6 @@ POISON: dict[str, tuple[str, Callable[[str], str]]] = {
             text, options={**json.loads(text)["options"], "declare": [{SECRET: 1}]}
         ),
     ),
-    "odd chord": ("chord_calls", lambda text: '[["nothing"]]'),
 }
 
 
@@ -540,38 +539,20 @@ def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
 # Others that are gone.
 
 
-@pytest.mark.parametrize("gone", ["result backend", "lock store"])
-def test_only_those_wait_that_need_what_is_gone(
-    gone: str,
-    alias: str,
-    own_redis: RedisServer,
-    redis_server: RedisServer,
-    make_app: MakeApp,
-    settings: Settings,
+def test_only_those_wait_whose_lock_store_is_gone(
+    alias: str, own_redis: RedisServer, sent: Sent, settings: Settings
 ) -> None:
-    """A chord of unique tasks needs both, and holds up none that needs only the other of them."""
-    urls = {
-        "result backend": redis_server.database_url(2),
-        "lock store": redis_server.database_url(3),
-        gone: own_redis.url,
-    }
-    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": urls["lock store"]}
+    """Unique tasks wait until it is back, and lose no attempt; all others are sent."""
+    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": own_redis.url}
     settings.CACHES = {"default": cache}
-    app = make_app(result_backend=urls["result backend"])
-    both = leave_chord(alias, app, once)
-    locked = leave(alias, 2, task=app.tasks[once.name])
-    whole = leave_chord(alias, app)
-    others = leave(alias, 2, task=app.tasks[add.name])
-    waiting = whole if gone == "result backend" else locked
-    wanted = {*locked, *whole, *others} - set(waiting)
-
+    waiting, others = leave(alias, 2, task=once), leave(alias, 2)
     own_redis.stop()
-    assert drain(alias) == 4
-    assert set(ids(take_published(redis_server))) == wanted
-    assert set(table(alias).values_list("task_id", flat=True)) == {*both, *waiting}
-    assert attempts(alias) == [0] * 4
+    assert drain(alias) == 2
+    assert ids(sent()) == others
+    assert set(table(alias).values_list("task_id", flat=True)) == {*waiting}
+    assert attempts(alias) == [0] * 2
     assert not table(alias).due().exists()
     own_redis.start()
     make_due(alias)
-    assert drain(alias) == 4
-    assert set(ids(take_published(redis_server))) == {*both, *waiting}
+    assert drain(alias) == 2
+    assert ids(sent()) == waiting
