@@ -63,14 +63,13 @@ locks.stores.redis_scripts:EXTEND: a renewal extends another holder's lock and b
 locks.stores.redis_scripts:ACQUIRE: two processes hold one lock
 -ARGV[2], 'NX') then
 +ARGV[2]) then
-locks.stores.redis_scripts:NEXT_FENCE: a fence is smaller than an earlier one after the server's
+locks.stores.redis_scripts:ACQUIRE: a fence is smaller than an earlier one after the server's
   clock was set back
 -if last and last >= fence then
 +if false then
-locks.stores.redis_scripts:ACQUIRE_PLACE: a message that is delivered twice takes two places of a
-  limit
--elseif not own and has_same_task(value) then
-+elseif false then
+locks.stores.redis_scripts:ACQUIRE: a message that is delivered twice takes two places of a limit
+-elseif in_text and
++elseif false and
 locks.stores.redis:RedisStore.release_along: a release whose answer was lost is reported as a lost
   lock
 -or (is_repeat and remaining is not None and remaining > 0)

@@ -175,14 +175,12 @@ class RedisStore(Store):
         if limit > 1:
             keys += map(self._key, place_names(name, limit)[1:])
             cut = len(quoted(name))  # behind its last character, before the quote
-            task_id = "" if holder.task_id is None else quoted(holder.task_id)
-            args[2:] = text[:cut], args[3], text[cut:], task_id
+            args += [str(cut), "" if holder.task_id is None else quoted(holder.task_id)]
         elif along is not None:
             keys.append(self._key(along.name))
-            args += [along.token, _milliseconds(min(seconds, along.seconds))]
+            args += ["", "", along.token, _milliseconds(min(seconds, along.seconds))]
         try:  # errors() would take as long as to build the command
-            script = scripts.ACQUIRE if limit == 1 else scripts.ACQUIRE_PLACE
-            place, found, *left = self._run(script, keys, args, pop=pop)[0]
+            place, found, *left = self._run(scripts.ACQUIRE, keys, args, pop=pop)[0]
             if not left:
                 return Acquired(int(found), place)
             # The lock is held, perhaps by this token: the request may have been repeated.
