@@ -79,7 +79,7 @@ locks.stores.redis:RedisStore._run: no lock works after a SCRIPT FLUSH
 locks.stores.redis_connections:Connections._use: a request gets the late answer of an earlier one
 -            connection.disconnect()
 -            raise
-+            self._keep(connection)
++            self.idle.append(connection)
 +            raise
 locks.lock:CacheLock._try: a slow greeting of a server is a part of the lease
 -store.connect()

@@ -102,9 +102,9 @@ end
 return {place, fence}
 """)
 
-# KEYS: the lock and the list. ARGV[2]: the key of the lock
-# that this lock, judging by its name, may be a place of; both may have waiters, because the name
-# may also be a separate lock's. Names contain no space, so no lock's key is a mark or wake list.
+# KEYS: the lock and the list. ARGV: the token, and the key of the lock that this lock, judging by
+# its name, may be a place of; both may have waiters, because the name may also be a separate
+# lock's; "": of none. Names contain no space, so no lock's key is a mark or wake list.
 RELEASE = Script("""
 local key, of = KEYS[1], ARGV[2]
 if KEYS[3] then
