@@ -87,14 +87,14 @@ locks.lock:CacheLock._try: a slow greeting of a server is a part of the lease
 locks.stores.redis:_milliseconds: a lease ends a little before its holder stops trusting it
 -math.ceil
 +math.floor
-locks.stores.database:RELEASE: a release in a database frees the lock of the next holder
-- AND {token} = %(token)s
-locks.stores.database:UPSERT: a lock in a database is taken although it is held
--WHERE {table}.{ends} <= {now}
-locks.stores.database:UPSERT: a fence in a database is smaller than an earlier one after the clock
-  was set back
--{greatest}({table}.{fence} + 1, excluded.{fence})
-+excluded.{fence}
+queries.sql:free_lock: a release in a database frees the lock of the next holder
+- AND token = :token
+queries.sql:take_lock: a lock in a database is taken although it is held
+-WHERE django_celery_safe_databaselock.ends_at_us <= MICROS
+queries.sql:take_lock: a fence in a database is smaller than an earlier one after the clock was set
+  back
+-GREATEST(django_celery_safe_databaselock.fence + 1, excluded.fence)
++excluded.fence
 locks.stores.database:DatabaseStore._take_any_place: a message that is delivered twice at once takes
   two places of a database's lock
 -if not self._has_twin(names, request):
