@@ -114,8 +114,8 @@ locks.stores.portable:PortableStore.release: a late release in a plain cache del
 -if remaining is None or remaining > NO_DELETE:
 +if True:
 locks.stores.local:_Memory.find: a release in local memory frees the lock of the next holder
--token not in (None, lock.token)
-+False
+-token in (None, lock.token)
++True
 locks.lock:PerThread: a thread can release a lock that another one holds through the same object
 -class PerThread(Mine, threading.local):
 +class PerThread(Mine):

@@ -102,11 +102,6 @@ def find_lock(name: str) -> HeldLock | None:
     return get_store().peek(name)
 
 
-def locks_are_shared() -> bool:
-    """Return whether other processes see the locks that this one sees."""
-    return get_store().shared
-
-
 def release_lock(lock: HeldLock) -> bool:
     """
     Free a lock that someone else holds, as an operator.
