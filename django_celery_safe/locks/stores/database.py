@@ -225,7 +225,5 @@ def _microseconds(seconds: float) -> int:
 
 
 def _read_lock(row: Any) -> HeldLock:
-    lock = HeldLock(
-        row.key, token=row.token, remaining=max(row.left_us, 0) / 1_000_000, fence=row.fence
-    )
-    return decode_holder(row.holder, lock)
+    left = max(row.left_us, 0) / 1_000_000
+    return decode_holder(row.holder, HeldLock(row.key, row.token, left, row.fence))

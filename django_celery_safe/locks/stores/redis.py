@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import random
 import re
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -35,11 +34,11 @@ from ...leases.holder import (
     PLACE,
     TOKEN_LENGTH,
     HeldLock,
-    decode_holder,
     encode_holder,
     place_name,
     place_names,
     plain_name,
+    read_lock,
     split_place,
 )
 from ...leases.lease import Renewal, Renewals
@@ -120,9 +119,7 @@ REFUSALS: Final = {
     ),
 }
 #: Errors that only a Redis Cluster node returns.
-OF_CLUSTER: Final = re.compile(
-    r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
-)
+OF_CLUSTER: Final = re.compile(r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|Cluster\w+Error|MovedError)\b")
 
 
 class RedisStore(Store):
@@ -257,13 +254,13 @@ class RedisStore(Store):
         return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
 
     def ask_refused(self) -> list[str]:
-        own, refused = self._key(f"doctor:{uuid.uuid4().hex}"), []
+        own, refused = f"{self._listing}:doctor", []  # no lock's key begins like this
         for command in HARMLESS:
-            words = command.format(own).split()
+            words = tuple(word.format(own) for word in command.split())
             try:
                 # No refusal: the server just does not have the script.
                 with self.errors("try commands"), suppress(NoScriptError):
-                    self._connections.ask(tuple(words))
+                    self._connections.ask(words)
             except LockBackendError as error:
                 if not error.hint:
                     raise
@@ -327,11 +324,7 @@ def _milliseconds(seconds: float) -> str:
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
     text = value.decode("utf-8", "replace")
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
-    lock = HeldLock(
-        name,
-        text[:TOKEN_LENGTH],
-        # -1: a key without an expiry, which we never write.
-        milliseconds / 1000 if milliseconds >= 0 else None,
-        int(fence) if fence.isdecimal() else None,
-    )
-    return decode_holder(text[HEAD_LENGTH:], lock)
+    # -1: a key without an expiry, which we never write.
+    left = milliseconds / 1000 if milliseconds >= 0 else None
+    lock = read_lock(name, text[:TOKEN_LENGTH] + text[HEAD_LENGTH:], left)
+    return lock._replace(fence=int(fence) if fence.isdecimal() else None)

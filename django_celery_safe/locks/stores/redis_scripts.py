@@ -71,11 +71,10 @@ if #ARGV == 6 then
     end
 end
 if not redis.call('SET', key, ARGV[1] .. fence .. holder, 'PX', ARGV[2], 'NX') then
-    local value = redis.call('GET', key)
     if (ARGV[4] or '') ~= '' then
         redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
     end
-    return {place, value, redis.call('PTTL', key)}
+    return {place, redis.call('GET', key), redis.call('PTTL', key)}
 end
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local listed = redis.pcall('ZADD', index, now + ARGV[2], key)
@@ -157,9 +156,7 @@ end
 return lost
 """)
 
-PEEK = Script("""
-return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
-""")
+PEEK = Script("return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}")
 
 TIME = Script("return redis.call('TIME')")
 
