@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from django.db import connections
 
+from .databases import CLOCKS as MICROS
 from .databases import MYSQL
 
 #: The place of keys. Several stand in the text: a database accepts a limited number of parameters.
@@ -135,6 +136,9 @@ def _adapt(text: str, vendor: str) -> str:
     now, after, until = CLOCKS[vendor]
     text = re.sub(r"\bUNTIL\((\w+)\)", until, re.sub(r"\bAFTER\((:\w+)\)", after, text))
     text = re.sub(r"\bNOW\b", now, re.sub(r":(\w+)", r"%(\1)s", text))
+    text = re.sub(r"\bMICROS\b", MICROS[vendor], text)
+    if vendor == "sqlite":
+        text = text.replace("GREATEST(", "MAX(")
     return text.replace('"', "`") if vendor == MYSQL else text
 
 

@@ -4,6 +4,7 @@
 -- NOW          the server's clock
 -- AFTER(:s)    in s seconds; NULL: NULL
 -- UNTIL(at)    seconds until a column's moment; NULL: NULL
+-- MICROS       the server's clock, µs since the epoch; it goes on inside a transaction
 -- changed      the condition by which MySQL and MariaDB read what they do not return
 --
 -- The SET of MySQL sees what stands before it in the same SET: what reads a column comes before
@@ -163,3 +164,27 @@ WHERE run_id = :run AND stage IN (:stage, :stage + 1) AND NOT EXISTS (
     WHERE u.run_id = :run AND u.stage = :stage AND u.status <> 'succeeded'
 )
 ORDER BY stage, position
+
+-- take_lock --
+INSERT INTO django_celery_safe_databaselock ("key", token, holder, fence, ends_at_us)
+VALUES (:key, :token, :holder, GREATEST(MICROS, :after), MICROS + :lease)
+ON CONFLICT ("key") DO UPDATE SET token = excluded.token, holder = excluded.holder,
+    fence = GREATEST(django_celery_safe_databaselock.fence + 1, excluded.fence),
+    ends_at_us = excluded.ends_at_us
+WHERE django_celery_safe_databaselock.ends_at_us <= MICROS
+RETURNING fence
+
+-- take_lock_of_mysql --
+INSERT INTO django_celery_safe_databaselock ("key", token, holder, fence, ends_at_us)
+VALUES (:key, :token, :holder, GREATEST(MICROS, :after), MICROS + :lease)
+ON DUPLICATE KEY UPDATE token = IF(ends_at_us <= MICROS, :token, token),
+    holder = IF(ends_at_us <= MICROS, :holder, holder),
+    fence = IF(ends_at_us <= MICROS, GREATEST(fence + 1, MICROS, :after), fence),
+    ends_at_us = IF(ends_at_us <= MICROS, MICROS + :lease, ends_at_us)
+
+-- free_lock --
+UPDATE django_celery_safe_databaselock SET token = '', holder = '', ends_at_us = -MICROS
+WHERE "key" = :key AND token = :token
+
+-- read_clock --
+SELECT MICROS

@@ -208,7 +208,7 @@ class SentLock:
             return None
         store, task = self._store, headers["task"]
         if self.period is not None:
-            store.check_lease(seconds)
+            store.check(seconds)
         shown = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
         # No process: the message does not depend on whether the sender is still alive.
         holder = Holder(since=time.time(), task=task, task_id=headers["id"], arguments=shown)

@@ -23,7 +23,7 @@ from .. import signals
 from ..databases import read_moment
 from ..exceptions import ConfigurationError
 from ..inspection import overview
-from ..locks.stores import locks_are_shared
+from ..locks.stores import get_store
 from ..models.stages import StageRun
 from ..sending.outbox import outbox_aliases
 from ..stages import Status
@@ -142,7 +142,7 @@ def _read_stages(alias: str) -> Iterator[Sample]:
 
 
 def _read_locks(_: str) -> Iterator[Sample]:
-    if not locks_are_shared():
+    if not get_store().shared:
         return
     held, overdue = overview.lock_figures()
     for kind, number in held.items():

@@ -38,6 +38,11 @@ class DatabaseLeases(LeaseStore):
     def __init__(self, where: str, alias: str) -> None:
         self.where, self.alias = where, alias
 
+    def all(self) -> Any:
+        """Return a queryset of all rows of the leases."""
+        model: Any = apps.get_model("django_celery_safe", self.models[0])
+        return model.objects.using(self.alias)
+
     def check_migrated(self, error: Exception) -> None:
         """Raise an error that explains a database error, if a missing table caused it."""
         transactions.refuse_unmigrated(self.alias, self.purpose, self.models, error)
@@ -61,7 +66,7 @@ class DatabaseLeases(LeaseStore):
 
 class LeaseTable(DatabaseLeases):
     """
-    The leases in the rows of one table.
+    The leases in the rows of one table, whose queryset has ``claimed(*tokens)``.
 
     A ``peek`` returns the last holder of a row, even if nobody holds it now.
 
@@ -78,11 +83,6 @@ class LeaseTable(DatabaseLeases):
 
     def __init__(self, alias: str) -> None:
         super().__init__(f'the {self.rows} in DATABASES["{alias}"]', alias)
-
-    def all(self) -> Any:
-        """Return a queryset of all rows, which has ``claimed(*tokens)``."""
-        model: Any = apps.get_model("django_celery_safe", self.models[0])
-        return model.objects.using(self.alias)
 
     def at(self, name: str) -> Any:
         """Return a queryset of the row with this name: one row or none."""

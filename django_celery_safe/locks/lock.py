@@ -150,9 +150,7 @@ class CacheLock:
         if isinstance(seconds, conf.Unset):
             seconds = float(conf.get("LOCK_TIMEOUT"))
         store = get_store()
-        store.check_lease(seconds)
-        if limit > 1:
-            store.check_limit(limit)
+        store.check(seconds, limit)
         started_at, tries = clock.now() if longest else 0.0, 0
         patience = None if longest == 0 else 0.0
         try:
@@ -291,7 +289,7 @@ class CacheLock:
         seconds = conf.LEASE.seconds(timeout, "timeout")
         lease = self._our_lease()
         refuse_event_loop(self.name)
-        lease.store.check_lease(seconds)
+        lease.store.check(seconds)
         try:
             self._extend(lease, seconds)
         finally:

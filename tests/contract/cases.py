@@ -330,7 +330,7 @@ def too_short_a_lease_is_refused(folder: Path) -> None:
     """A lease that the store can't keep is an error that says which ones it can."""
     shortest = store().shortest_lease
     with pytest.raises(ConfigurationError, match=f"from {shortest:g} s"):
-        store().check_lease(shortest / 2)
+        store().check(shortest / 2)
     if shortest < 1:
         return
     with pytest.raises(ConfigurationError, match=f"from {shortest:g} s"):

@@ -391,7 +391,7 @@ def refusing_by_acl() -> Iterator[None]:
 
 def test_a_refused_command_leaves_no_lock_of_nobody(admin: Any) -> None:
     """An acquisition that the ACL refuses holds nothing; the check names the command."""
-    for command in redis_store.COMMANDS:
+    for command in [line.split()[0].lower() for line in redis_store.HARMLESS]:
         admin.execute_command("ACL", "SETUSER", "locks", f"-{command}")
         for _ in range(150 if command == "zremrangebyscore" else 1):
             lock = cache_lock("refused")

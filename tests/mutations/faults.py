@@ -63,14 +63,13 @@ locks.stores.redis_scripts:EXTEND: a renewal extends another holder's lock and b
 locks.stores.redis_scripts:ACQUIRE: two processes hold one lock
 -ARGV[2], 'NX') then
 +ARGV[2]) then
-locks.stores.redis_scripts:NEXT_FENCE: a fence is smaller than an earlier one after the server's
+locks.stores.redis_scripts:ACQUIRE: a fence is smaller than an earlier one after the server's
   clock was set back
 -if last and last >= fence then
 +if false then
-locks.stores.redis_scripts:ACQUIRE_PLACE: a message that is delivered twice takes two places of a
-  limit
--elseif not own and has_same_task(value) then
-+elseif false then
+locks.stores.redis_scripts:ACQUIRE: a message that is delivered twice takes two places of a limit
+-elseif in_text and
++elseif false and
 locks.stores.redis:RedisStore.release_along: a release whose answer was lost is reported as a lost
   lock
 -or (is_repeat and remaining is not None and remaining > 0)
@@ -80,7 +79,7 @@ locks.stores.redis:RedisStore._run: no lock works after a SCRIPT FLUSH
 locks.stores.redis_connections:Connections._use: a request gets the late answer of an earlier one
 -            connection.disconnect()
 -            raise
-+            self._keep(connection)
++            self.idle.append(connection)
 +            raise
 locks.lock:CacheLock._try: a slow greeting of a server is a part of the lease
 -store.connect()
@@ -88,14 +87,14 @@ locks.lock:CacheLock._try: a slow greeting of a server is a part of the lease
 locks.stores.redis:_milliseconds: a lease ends a little before its holder stops trusting it
 -math.ceil
 +math.floor
-locks.stores.database:RELEASE: a release in a database frees the lock of the next holder
-- AND {token} = %(token)s
-locks.stores.database:UPSERT: a lock in a database is taken although it is held
--WHERE {table}.{ends} <= {now}
-locks.stores.database:UPSERT: a fence in a database is smaller than an earlier one after the clock
-  was set back
--{greatest}({table}.{fence} + 1, excluded.{fence})
-+excluded.{fence}
+queries.sql:free_lock: a release in a database frees the lock of the next holder
+- AND token = :token
+queries.sql:take_lock: a lock in a database is taken although it is held
+-WHERE django_celery_safe_databaselock.ends_at_us <= MICROS
+queries.sql:take_lock: a fence in a database is smaller than an earlier one after the clock was set
+  back
+-GREATEST(django_celery_safe_databaselock.fence + 1, excluded.fence)
++excluded.fence
 locks.stores.database:DatabaseStore._take_any_place: a message that is delivered twice at once takes
   two places of a database's lock
 -if not self._has_twin(names, request):
@@ -115,8 +114,8 @@ locks.stores.portable:PortableStore.release: a late release in a plain cache del
 -if remaining is None or remaining > NO_DELETE:
 +if True:
 locks.stores.local:_Memory.find: a release in local memory frees the lock of the next holder
--token not in (None, lock.token)
-+False
+-token in (None, lock.token)
++True
 locks.lock:PerThread: a thread can release a lock that another one holds through the same object
 -class PerThread(Mine, threading.local):
 +class PerThread(Mine):

@@ -52,14 +52,20 @@ REFUSED: Final = {
     ),
 }
 
-#: The cache whose ``client`` is an object of a configurable class.
-WITH_CLIENT: Final = "django_redis.cache.RedisCache"
-
-#: Key functions that depend on the current tenant.
+#: Key functions that depend on the current tenant, and why they are refused.
 OF_TENANT: Final = {"django_tenants.cache.make_key", "tenant_schemas.cache.make_key"}
+FOR_EACH_TENANT: Final = (
+    "its KEY_FUNCTION makes other keys for each tenant, and the thread that renews a lock has no "
+    "tenant. Give the locks an alias without that KEY_FUNCTION, and name the tenant in their keys."
+)
 
 #: The base class of all memcached backends of Django.
 MEMCACHED: Final = "django.core.cache.backends.memcached.BaseMemcachedCache"
+#: Why one with several servers is refused.
+SEVERAL: Final = (
+    "a lock is on one of its several servers, and moves to another when that one fails. Give the "
+    "locks an alias with one server, or keep them in Redis or a database."
+)
 
 
 @cache
@@ -96,11 +102,6 @@ def find_lock(name: str) -> HeldLock | None:
     return get_store().peek(name)
 
 
-def locks_are_shared() -> bool:
-    """Return whether other processes see the locks that this one sees."""
-    return get_store().shared
-
-
 def release_lock(lock: HeldLock) -> bool:
     """
     Free a lock that someone else holds, as an operator.
@@ -124,9 +125,17 @@ def release_lock(lock: HeldLock) -> bool:
 @lru_cache
 def _cache_store(alias: str) -> Store:
     try:
-        return _make_cache_store(alias, _find_cache(alias))
-    except ImportError as error:
-        raise _not_imported(alias, error) from error
+        return _make_cache_store(alias, caches[alias])
+    except (ImportError, InvalidCacheBackendError, TypeError) as error:
+        missing = error if isinstance(error, ImportError) else error.__cause__
+        if isinstance(missing, ImportError):  # CACHES has the alias
+            raise ConfigurationError(
+                f"The cache {alias!r} for locks can't be imported ({missing}). {INSTALL}"
+            ) from error
+        raise ConfigurationError(
+            f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
+            f"load ({error}). {_name_known(alias, django_settings.CACHES)}"
+        ) from error
 
 
 def _forget(setting: str = "CACHES", **kwargs: Any) -> None:
@@ -141,50 +150,26 @@ os.register_at_fork(after_in_child=_forget)
 setting_changed.connect(_forget, dispatch_uid=__name__)
 
 
-def _find_cache(alias: str) -> Any:
-    try:
-        return caches[alias]
-    except (InvalidCacheBackendError, TypeError) as error:
-        if isinstance(error.__cause__, ImportError):  # CACHES has the alias
-            raise _not_imported(alias, error.__cause__) from error
-        raise ConfigurationError(
-            f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
-            f"load ({error}). {_name_known(alias, django_settings.CACHES)}"
-        ) from error
-
-
-def _not_imported(alias: str, error: ImportError) -> ConfigurationError:
-    return ConfigurationError(
-        f"The cache {alias!r} for locks can't be imported ({error}). {INSTALL}"
-    )
-
-
 def _make_cache_store(alias: str, cache: Any) -> Store:
-    classes = [_path(cls) for cls in type(cache).__mro__]
-    client: Any = cache.client if WITH_CLIENT in classes else None
-    classes += [_path(cls) for cls in type(client).__mro__] if client is not None else []
-    where = f'CACHES["{alias}"] ({type(cache).__name__})'
-    for path, reason in REFUSED.items():
-        if path in classes:
-            raise ConfigurationError(f"{where} can't hold locks: {reason}. {USE_INSTEAD}")
+    # The client of django-redis is of a class that its settings name; other caches have none.
+    parts = (cache, getattr(cache, "client", None))
+    classes = [_path(cls) for part in parts for cls in type(part).__mro__]
+    flaw = next((f"{REFUSED[path]}. {USE_INSTEAD}" for path in classes if path in REFUSED), "")
     if _path(getattr(cache, "key_func", None)) in OF_TENANT:
-        raise ConfigurationError(
-            f"{where} can't hold locks: its KEY_FUNCTION makes other keys for each tenant, and the "
-            f"thread that renews a lock has no tenant. Give the locks an alias without that "
-            f"KEY_FUNCTION, and name the tenant in their keys."
-        )
+        flaw = FOR_EACH_TENANT
     if len(getattr(cache, "_servers", ())) > 1 and MEMCACHED in classes:
-        raise ConfigurationError(
-            f"{where} can't hold locks: a lock is on one of its several servers, and moves to "
-            f"another when that one fails. Give the locks an alias with one server, or keep them "
-            f"in Redis or a database."
-        )
+        flaw = SEVERAL
+    if flaw:
+        where = f'CACHES["{alias}"] ({type(cache).__name__})'
+        raise ConfigurationError(f"{where} can't hold locks: {flaw}")
     found = next((_STORES[path] for path in classes if path in _STORES), _PORTABLE)
     store: Store = import_string(found)(alias, cache)
     return store
 
 
 def _database_store(alias: str) -> Store:
+    from .database import DatabaseStore
+
     try:
         refuse_untested(alias, "hold locks")
     except (ConnectionDoesNotExist, TypeError) as error:
@@ -192,13 +177,6 @@ def _database_store(alias: str) -> Store:
             f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. "
             f"{_name_known(alias, django_settings.DATABASES)}"
         ) from error
-    return _kept_database_store(alias)
-
-
-@lru_cache
-def _kept_database_store(alias: str) -> Store:
-    from .database import DatabaseStore
-
     return DatabaseStore(alias)
 
 

@@ -183,12 +183,13 @@ class Store(LeaseStore):
             f"by its name; for a list use Redis or LOCK_DATABASE."
         )
 
-    def check_lease(self, seconds: float) -> None:
+    def check(self, seconds: float, limit: int = 1) -> None:
         """
-        Refuse a lease that this store can't keep.
+        Refuse a lock that this store can't keep.
 
         Raises:
-            ConfigurationError: The lease is too short or too long.
+            ConfigurationError: The lease is too short or too long, or the store can't count
+                holders.
         """
         if not self.shortest_lease <= seconds <= self.longest_lease:
             raise ConfigurationError(
@@ -196,14 +197,6 @@ class Store(LeaseStore):
                 f"{self.shortest_lease:g} s to {self.longest_lease:.10g} s there. Give another "
                 f"one, or keep the locks in Redis or a database."
             )
-
-    def check_limit(self, limit: int) -> None:
-        """
-        Refuse a lock with more holders than this store can count.
-
-        Raises:
-            ConfigurationError: The store can't count holders.
-        """
         if limit > 1 and not self.limits:
             raise ConfigurationError(
                 f"{self.where} can't hold a lock with limit={limit}: it can't tell in one step "

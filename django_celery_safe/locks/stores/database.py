@@ -17,24 +17,19 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import Error, connections
 from django.db.models import F
 
-from ...databases import CLOCKS, MYSQL, ServerMicroseconds
+from ... import queries
+from ...databases import MYSQL, ServerMicroseconds
 from ...exceptions import CelerySafeError, WrongTransaction
 from ...leases.holder import HeldLock, decode_holder, encode_holder, place_names, plain_name
 from ...leases.lease import Renewals, clock
 from ...leases.lease_table import DatabaseLeases
 from ...transactions import is_pooled, is_transaction_open
 from .base import Acquired, LockRequest, Store, choose_place
-
-if TYPE_CHECKING:
-    from django.db.models import QuerySet
-
-    from ...models.locks import DatabaseLock
 
 #: Rows that one step of the listing reads.
 PAGE: Final = 1000
@@ -48,29 +43,6 @@ PRUNED: Final = 500
 #: How often an acquisition of one of several places is tried, and the longest pause between, s.
 TRIES: Final = 10
 PAUSE: Final = 0.02
-#: Takes a lock that is free: a row that is not there, or whose lease is over.
-UPSERT: Final = """
-INSERT INTO {table} ({key}, {token}, {holder}, {fence}, {ends})
-VALUES (%(key)s, %(token)s, %(holder)s, {greatest}({now}, %(after)s), {now} + %(lease)s)
-ON CONFLICT ({key}) DO UPDATE SET {token} = excluded.{token}, {holder} = excluded.{holder},
-{fence} = {greatest}({table}.{fence} + 1, excluded.{fence}), {ends} = excluded.{ends}
-WHERE {table}.{ends} <= {now} RETURNING {fence}
-"""
-#: The same for MySQL and MariaDB, which make the changes one after the other.
-UPSERT_OF_MYSQL: Final = """
-INSERT INTO {table} ({key}, {token}, {holder}, {fence}, {ends})
-VALUES (%(key)s, %(token)s, %(holder)s, GREATEST({now}, %(after)s), {now} + %(lease)s)
-ON DUPLICATE KEY UPDATE {token} = IF({ends} <= {now}, %(token)s, {token}),
-{holder} = IF({ends} <= {now}, %(holder)s, {holder}),
-{fence} = IF({ends} <= {now}, GREATEST({fence} + 1, {now}, %(after)s), {fence}),
-{ends} = IF({ends} <= {now}, {now} + %(lease)s, {ends})
-"""
-#: Another token, so that a renewal under way can't bring the lock back; and free whatever the
-#: server's clock says later.
-RELEASE: Final = """
-UPDATE {table} SET {token} = '', {holder} = '', {ends} = -{now}
-WHERE {key} = %(key)s AND {token} = %(token)s
-"""
 #: Texts with which a server refuses this user's writes, each with its meaning (a clause) and
 #: advice (a sentence).
 REFUSALS: Final = {
@@ -112,10 +84,10 @@ class DatabaseStore(DatabaseLeases, Store):
         with self.errors("release"):
             connection = connections[self.alias]
             session = connection.connection
-            with connection.cursor() as cursor:
-                cursor.execute(self._sql(RELEASE), {"key": plain_name(name), "token": token})
-                if cursor.rowcount:
-                    return True
+            # This sets another token, so that a renewal under way can't bring the lock back, and
+            # an end below zero: the lock is free whatever the server's clock says later.
+            if queries.execute(self.alias, "free_lock", key=plain_name(name), token=token):
+                return True
             # On a new connection it was the second try. The lease was certain when the first
             # one was sent, so that freed the lock, although its answer was lost.
             is_repeated = connection.connection is not session
@@ -125,16 +97,18 @@ class DatabaseStore(DatabaseLeases, Store):
         asked = [(plain_name(name), token) for name, token, _ in renewals]
         # A token belongs to one acquisition, so the token decides; the key is the primary
         # key, which finds the rows quickly.
+        rows = self.all().filter(key__in=[key for key, _ in asked])
         with self.errors("extend"):
             for seconds in {lease for _, _, lease in renewals}:
-                some = [one for one, r in zip(asked, renewals, strict=True) if r[2] == seconds]
-                self._of(some).update(ends_at_us=ServerMicroseconds() + _microseconds(seconds))
-            ours = set(self._of(asked).values_list("key", "token"))
+                tokens = [token for _, token, lease in renewals if lease == seconds]
+                ends = ServerMicroseconds() + _microseconds(seconds)
+                rows.filter(token__in=tokens).update(ends_at_us=ends)
+            ours = set(rows.values_list("key", "token"))
         return [one in ours for one in asked]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
-            return self._find(name)
+            return self._held([name])[0]
 
     def iter_locks(self) -> Iterator[HeldLock]:
         last = ""
@@ -147,10 +121,8 @@ class DatabaseStore(DatabaseLeases, Store):
             last = page[-1].key
 
     def ask_time(self) -> float:
-        connection = connections[self.alias]
-        with self.errors("tell the time"), connection.cursor() as cursor:
-            cursor.execute(f"SELECT {CLOCKS[connection.vendor]}")
-            (microseconds,) = cursor.fetchone()
+        with self.errors("tell the time"):
+            ((microseconds,),) = queries.fetch(self.alias, "read_clock")
         return int(microseconds) / 1_000_000
 
     @contextmanager
@@ -186,24 +158,22 @@ class DatabaseStore(DatabaseLeases, Store):
         Args:
             after: The largest fence of the other places; 0: they are free.
         """
-        values: dict[str, str | int] = {
-            "key": plain_name(name),
-            "token": request.token,
-            "holder": encode_holder(name, request.holder, request.limit),
-            "lease": _microseconds(request.seconds),
-            "after": after + 1,
-        }
         is_mysql = connections[self.alias].vendor == MYSQL
-        with connections[self.alias].cursor() as cursor:
-            cursor.execute(self._sql(UPSERT_OF_MYSQL if is_mysql else UPSERT), values)
-            rows = () if is_mysql else cursor.fetchall()
+        rows = queries.fetch(
+            self.alias,
+            "take_lock_of_mysql" if is_mysql else "take_lock",
+            key=plain_name(name),
+            token=request.token,
+            holder=encode_holder(name, request.holder, request.limit),
+            lease=_microseconds(request.seconds),
+            after=after + 1,
+        )
         if rows:
             return Acquired(rows[0][0], place)
-        lock = self._find(name)
-        if lock is not None and lock.token == request.token:
-            return Acquired(lock.fence, place)
-        # None: another holder released it in between: report it as held until now.
-        return HeldLock(name, remaining=0.0) if lock is None else lock
+        (lock,) = self._held([name])
+        if lock is None:  # another holder released it in between: report it as held until now
+            return HeldLock(name, remaining=0.0)
+        return Acquired(lock.fence, place) if lock.token == request.token else lock
 
     def _take_any_place(self, request: LockRequest) -> Acquired | HeldLock:
         names = place_names(request.name, request.limit)
@@ -232,13 +202,10 @@ class DatabaseStore(DatabaseLeases, Store):
 
     def _prune(self) -> None:
         long_ago = ServerMicroseconds() - KEPT_US
-        old = self._locks().filter(ends_at_us__gt=-1 * long_ago, ends_at_us__lt=long_ago)
+        old = self.all().filter(ends_at_us__gt=-1 * long_ago, ends_at_us__lt=long_ago)
         with suppress(Error):  # the next acquisitions do it
             keys = list(old.order_by("ends_at_us").values_list("key", flat=True)[:PRUNED])
             old.filter(key__in=keys)._raw_delete(self.alias)
-
-    def _sql(self, text: str) -> str:
-        return _compile(self.alias, connections[self.alias].vendor, text)
 
     def _held(self, names: Sequence[str]) -> list[HeldLock | None]:
         """Return the lock at each place; None: the place is free."""
@@ -246,37 +213,9 @@ class DatabaseStore(DatabaseLeases, Store):
         rows = {row.key: _read_lock(row) for row in self._live().filter(key__in=keys)}
         return list(map(rows.get, keys))
 
-    def _find(self, name: str) -> HeldLock | None:
-        row = self._live().filter(key=plain_name(name)).first()
-        return None if row is None else _read_lock(row)
-
-    def _live(self) -> QuerySet[DatabaseLock]:
+    def _live(self) -> Any:
         now = ServerMicroseconds()
-        return self._locks().filter(ends_at_us__gt=now).annotate(left_us=F("ends_at_us") - now)
-
-    def _of(self, asked: Sequence[tuple[str, str]]) -> QuerySet[DatabaseLock]:
-        keys, tokens = zip(*asked, strict=True) if asked else ((), ())
-        return self._locks().filter(key__in=keys, token__in=tokens)
-
-    def _locks(self) -> QuerySet[DatabaseLock]:
-        from ...models.locks import DatabaseLock  # needs the app registry
-
-        return DatabaseLock.objects.using(self.alias)
-
-
-@lru_cache
-def _compile(alias: str, vendor: str, text: str) -> str:
-    from ...models.locks import DatabaseLock  # needs the app registry
-
-    quote = connections[alias].ops.quote_name
-    columns = {name: quote(name) for name in ("key", "token", "holder", "fence")}
-    return text.strip().format(
-        table=quote(DatabaseLock._meta.db_table),
-        ends=quote("ends_at_us"),
-        now=CLOCKS[vendor],
-        greatest="MAX" if vendor == "sqlite" else "GREATEST",
-        **columns,
-    )
+        return self.all().filter(ends_at_us__gt=now).annotate(left_us=F("ends_at_us") - now)
 
 
 def _microseconds(seconds: float) -> int:
@@ -286,7 +225,5 @@ def _microseconds(seconds: float) -> int:
 
 
 def _read_lock(row: Any) -> HeldLock:
-    lock = HeldLock(
-        row.key, token=row.token, remaining=max(row.left_us, 0) / 1_000_000, fence=row.fence
-    )
-    return decode_holder(row.holder, lock)
+    left = max(row.left_us, 0) / 1_000_000
+    return decode_holder(row.holder, HeldLock(row.key, row.token, left, row.fence))

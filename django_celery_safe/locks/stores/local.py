@@ -35,17 +35,12 @@ class _Memory:
 
     def find(self, name: str, token: str | None = None) -> HeldLock | None:
         """Return the lock if it is held (if a token is passed: by that token); otherwise None."""
-        lock, ends_at = self.locks.get(name, (None, 0.0))
+        lock, ends_at = self.locks.get(name, (HeldLock(name), 0.0))
         left = ends_at - clock.now()
         if left <= 0:
             self.locks.pop(name, None)
-        if lock is None or left <= 0 or token not in (None, lock.token):
             return None
-        return lock._replace(remaining=left)
-
-    def free(self, name: str, token: str) -> bool:
-        """Delete the lock if the token holds it; return whether it did."""
-        return bool(self.find(name, token) and self.locks.pop(name))
+        return lock._replace(remaining=left) if token in (None, lock.token) else None
 
 
 #: One memory for each LOCATION, as LocMemCache itself has.
@@ -73,7 +68,9 @@ class LocalStore(Store):
 
     def __init__(self, alias: str, cache: object) -> None:
         self.where = f'CACHES["{alias}"] (LocMemCache)'
-        self._location = str(settings.CACHES[alias].get("LOCATION", ""))
+        location = str(settings.CACHES[alias].get("LOCATION", ""))
+        # setdefault is atomic, so two threads get the same memory.
+        self._memory = _memories.setdefault(location, _Memory())
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         if current_process().daemon:
@@ -82,7 +79,7 @@ class LocalStore(Store):
                 f"has a memory of its own. Use Redis, or set LOCK_DATABASE, or run the worker with "
                 f"--pool=threads."
             )
-        memory = self._memory()
+        memory = self._memory
         with memory.mutex:
             _, token, seconds, holder, _, limit, _ = request
             name, place = request.name, 1
@@ -97,30 +94,22 @@ class LocalStore(Store):
             return Acquired(memory.fence, place)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        memory = self._memory()
-        with memory.mutex:
-            return memory.free(name, token)
+        with self._memory.mutex:
+            return bool(self._memory.find(name, token) and self._memory.locks.pop(name))
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
-        memory = self._memory()
-        with memory.mutex:
-            held = [memory.find(name, token) for name, token, _ in renewals]
+        with self._memory.mutex:
+            held = [self._memory.find(name, token) for name, token, _ in renewals]
             for lock, (_, _, seconds) in zip(held, renewals, strict=True):
                 if lock is not None:
-                    memory.put(lock, seconds)
+                    self._memory.put(lock, seconds)
         return [lock is not None for lock in held]
 
     def peek(self, name: str) -> HeldLock | None:
-        memory = self._memory()
-        with memory.mutex:
-            return memory.find(name)
+        with self._memory.mutex:
+            return self._memory.find(name)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        memory = self._memory()
-        with memory.mutex:
-            locks = [memory.find(name) for name in list(memory.locks)]
+        with self._memory.mutex:
+            locks = [self._memory.find(name) for name in list(self._memory.locks)]
         yield from filter(None, locks)
-
-    def _memory(self) -> _Memory:
-        # setdefault is atomic, so two threads get the same memory.
-        return _memories.setdefault(self._location, _Memory())

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import random
 import re
-import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -34,11 +34,11 @@ from ...leases.holder import (
     PLACE,
     TOKEN_LENGTH,
     HeldLock,
-    decode_holder,
     encode_holder,
     place_name,
     place_names,
     plain_name,
+    read_lock,
     split_place,
 )
 from ...leases.lease import Renewal, Renewals
@@ -72,16 +72,14 @@ FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
 #: The hash tag of all keys in a Redis Cluster.
 TAG: Final = "{celery_safe}"
-#: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
-#: are keys that the last command deletes.
+#: Each command that locks need, with harmless arguments: keys that the last command deletes.
 HARMLESS: Final = (
-    "TIME", "GET {key}", "MGET {key}", "GETSET {key} x", "SET {key} x PX 1",
-    "ZADD {index} 1 x", "ZSCAN {index} 0", "ZREMRANGEBYSCORE {index} -inf 0", "ZREM {index} x",
-    "RPUSH {wake} x", "PEXPIRE {wake} 1000", "PTTL {wake}", "LTRIM {wake} 0 0", "BLPOP {wake} 0.05",
-    "EVAL return 0", f"EVALSHA {'0' * 40} 0", "DEL {key} {index} {wake}",
+    "TIME", "GET {0}", "MGET {0}", "GETSET {0} x", "SET {0} x PX 1",
+    "ZADD {0}:index 1 x", "ZSCAN {0}:index 0", "ZREMRANGEBYSCORE {0}:index -inf 0",
+    "ZREM {0}:index x", "RPUSH {0}:wake x", "PEXPIRE {0}:wake 1000", "PTTL {0}:wake",
+    "LTRIM {0}:wake 0 0", "BLPOP {0}:wake 0.05", "EVAL return 0", f"EVALSHA {'0' * 40} 0",
+    "DEL {0} {0}:index {0}:wake",
 )  # fmt: skip
-#: The names of these commands, as an ACL spells them.
-COMMANDS: Final = tuple(sorted(command.split()[0].lower() for command in HARMLESS))
 
 #: Texts with which the server and redis-py refuse a request, each with its meaning (a clause)
 #: and advice (a sentence).
@@ -110,9 +108,7 @@ REFUSALS: Final = {
         "a key of the locks holds something that this app did not write",
         "Give the locks a database number of their own, or another KEY_PREFIX.",
     ),
-}
-#: The same of the nodes of a Redis Cluster, while slots are moved or after a node was lost.
-CLUSTER_REFUSALS: Final = {
+    # From the nodes of a Redis Cluster, while slots are moved or after a node was lost.
     r"\b(TRYAGAIN|TryAgainError|ASK|AskError|MOVED|MovedError|non local key|TTL exhausted)\b": (
         "the cluster is moving the slot of the locks from node to node, and was not done in time",
         "Try again later; `redis-cli --cluster fix` ends a move that was interrupted.",
@@ -121,11 +117,9 @@ CLUSTER_REFUSALS: Final = {
         "the node of the cluster that has the locks is down, and no other has its slots",
         "See `redis-cli --cluster check`; replicas take over from a node that is lost.",
     ),
-} | REFUSALS
+}
 #: Errors that only a Redis Cluster node returns.
-OF_CLUSTER: Final = re.compile(
-    r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
-)
+OF_CLUSTER: Final = re.compile(r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|Cluster\w+Error|MovedError)\b")
 
 
 class RedisStore(Store):
@@ -146,8 +140,6 @@ class RedisStore(Store):
         # A client of a cluster has a pool for each node.
         in_cluster = hasattr(client, "nodes_manager")
         self.where = f'CACHES["{alias}"] (redis{" cluster" if in_cluster else ""})'
-        if in_cluster:
-            self.refusals = CLUSTER_REFUSALS  # type: ignore[misc]
         self._connections: Any = (ClusterClient if in_cluster else Connections)(client)
         self.open_connections = self._connections.idle
         timeout = self._connections.options.get("socket_timeout")
@@ -155,12 +147,10 @@ class RedisStore(Store):
         tag, make_key = TAG if in_cluster else "", cache.make_key
         self._fence, self._listing = [f"{tag}{make_key(key)}" for key in (FENCE, LISTING)]
 
-        @lru_cache(maxsize=10_000)  # each lock's is needed at least twice
-        def key_of(name: str) -> str:
-            return f"{tag}{make_key(LOCK_KEY + plain_name(name))}"
-
-        #: Return the key of a lock, or of a place of a lock.
-        self._key = key_of
+        #: Return the key of a lock, or of a place of a lock; each is needed at least twice.
+        self._key = lru_cache(maxsize=10_000)(
+            lambda name: f"{tag}{make_key(LOCK_KEY + plain_name(name))}"
+        )
 
     def connect(self) -> None:
         with self.errors("acquire"):
@@ -175,14 +165,12 @@ class RedisStore(Store):
         if limit > 1:
             keys += map(self._key, place_names(name, limit)[1:])
             cut = len(quoted(name))  # behind its last character, before the quote
-            task_id = "" if holder.task_id is None else quoted(holder.task_id)
-            args[2:] = text[:cut], args[3], text[cut:], task_id
+            args += [str(cut), "" if holder.task_id is None else quoted(holder.task_id)]
         elif along is not None:
             keys.append(self._key(along.name))
-            args += [along.token, _milliseconds(min(seconds, along.seconds))]
+            args += ["", "", along.token, _milliseconds(min(seconds, along.seconds))]
         try:  # errors() would take as long as to build the command
-            script = scripts.ACQUIRE if limit == 1 else scripts.ACQUIRE_PLACE
-            place, found, *left = self._run(script, keys, args, pop=pop)[0]
+            place, found, *left = self._run(scripts.ACQUIRE, keys, args, pop=pop)[0]
             if not left:
                 return Acquired(int(found), place)
             # The lock is held, perhaps by this token: the request may have been repeated.
@@ -197,9 +185,8 @@ class RedisStore(Store):
     def release_along(
         self, name: str, token: str, remaining: float | None, along: Renewal | None
     ) -> bool:
-        keys, args = [self._key(name), self._listing], [token]
-        if PLACE in name or along is not None:
-            args.append(self._key(split_place(name)[0]) if PLACE in name else "")
+        of = self._key(split_place(name)[0]) if PLACE in name else ""
+        keys, args = [self._key(name), self._listing], [token, of]
         if along is not None:
             keys.append(self._key(along.name))
             args.append(along.token)
@@ -267,21 +254,18 @@ class RedisStore(Store):
         return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
 
     def ask_refused(self) -> list[str]:
-        own = self._key(f"doctor:{uuid.uuid4().hex}")
-        keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
-        refused = {}
+        own, refused = f"{self._listing}:doctor", []  # no lock's key begins like this
         for command in HARMLESS:
-            words = tuple(word.format(**keys) for word in command.split())
+            words = tuple(word.format(own) for word in command.split())
             try:
-                self._connections.ask(words)
-            except NoScriptError:
-                continue  # not refused: the server just does not have this script
-            except self.client_errors as error:
-                explained = self.explain("try commands", error)
-                if not isinstance(explained, LockBackendError) or not explained.hint:
-                    raise explained from error
-                refused[words[0].lower()] = explained.reason
-        return [f"{command} ({reason})" for command, reason in sorted(refused.items())]
+                # No refusal: the server just does not have the script.
+                with self.errors("try commands"), suppress(NoScriptError):
+                    self._connections.ask(words)
+            except LockBackendError as error:
+                if not error.hint:
+                    raise
+                refused.append(f"{words[0].lower()} ({error.reason})")
+        return refused
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
@@ -290,7 +274,7 @@ class RedisStore(Store):
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
-        if self.refusals is REFUSALS and OF_CLUSTER.search(text):
+        if isinstance(self._connections, Connections) and OF_CLUSTER.search(text):
             return ConfigurationError(
                 f"{self.where} can't hold locks: it is a node of Redis Cluster, and the cache's "
                 f"client is a plain one, which asks that node for the keys of all others ({text}). "
@@ -340,11 +324,7 @@ def _milliseconds(seconds: float) -> str:
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
     text = value.decode("utf-8", "replace")
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
-    lock = HeldLock(
-        name,
-        text[:TOKEN_LENGTH],
-        # -1: a key without an expiry, which we never write.
-        milliseconds / 1000 if milliseconds >= 0 else None,
-        int(fence) if fence.isdecimal() else None,
-    )
-    return decode_holder(text[HEAD_LENGTH:], lock)
+    # -1: a key without an expiry, which we never write.
+    left = milliseconds / 1000 if milliseconds >= 0 else None
+    lock = read_lock(name, text[:TOKEN_LENGTH] + text[HEAD_LENGTH:], left)
+    return lock._replace(fence=int(fence) if fence.isdecimal() else None)

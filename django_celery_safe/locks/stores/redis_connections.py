@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from redis import exceptions
@@ -158,8 +159,7 @@ class Connections:
         within: float | None = None,
         pop: Pop | None = None,
     ) -> Any:
-        refused: Exception | None = None
-        packed = _pack(command)
+        packed, refused = _pack(command), None
         if pop is not None:
             packed = _pack(("BLPOP", pop[0], str(pop[1]))) + packed
             within = pop[1] + POP_MARGIN
@@ -168,32 +168,26 @@ class Connections:
             connection.send_packed_command([packed], check_health=within is None)
             if within is not None and not connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
-            if pop is not None:
+            for _ in range(1 if pop is None else 2):
                 try:
-                    connection.read_response(disable_decoding=True)
+                    answer = connection.read_response(disable_decoding=True)
                 except exceptions.ResponseError as error:
-                    refused = error
-            answer = connection.read_response(disable_decoding=True)
-        except exceptions.ResponseError as error:
-            # A replica that was the primary before; the next connection finds the new one. For a
-            # script, Redis 6.2 reports this in the middle of another error text.
-            if isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error):
-                self.close()
-                connection.disconnect()
-            else:
-                self.idle.append(connection)
-            raise
+                    # Also of the pop: its waiter would be told "held" again and again at once.
+                    refused = refused or error
         except BaseException:
             # An answer that arrives later would be taken for the next command's answer.
             connection.disconnect()
             raise
-        if len(self.idle) < MOST_IDLE:
-            self.idle.append(connection)
-        else:
+        # A replica that was the primary before; the next connection finds the new one. For a
+        # script, Redis 6.2 reports this in the middle of another error text.
+        is_replica = refused is not None and "READONLY" in repr(refused).upper()
+        if is_replica:
+            self.close()
+        if is_replica or len(self.idle) >= MOST_IDLE:
             connection.disconnect()
-        # Otherwise a waiter whose pops are refused would be told "held" again and again, without
-        # a pause.
-        if refused is not None and isinstance(answer, list):
+        else:
+            self.idle.append(connection)
+        if refused is not None:
             raise refused
         return answer
 
@@ -206,6 +200,7 @@ class ClusterClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._send = partial(client.execute_command, NEVER_DECODE=True)
         self.options: dict[str, Any] = client.get_connection_kwargs()
 
     def close(self) -> None:
@@ -233,9 +228,6 @@ class ClusterClient:
     def ask_memory(self) -> list[dict[str, Any]]:
         """Return what INFO says of the memory of each primary."""
         return list(self._client.info("memory", target_nodes=self._client.PRIMARIES).values())
-
-    def _send(self, *command: Any, **options: Any) -> Any:
-        return self._client.execute_command(*command, NEVER_DECODE=True, **options)
 
 
 def _close(connections: list[Any]) -> None:

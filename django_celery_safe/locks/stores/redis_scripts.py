@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Final
 
 
 class Script:
@@ -25,7 +24,20 @@ class Script:
 # numbers to text is the most expensive part of a script as short as this. A failed
 # try uses up a number, which is harmless, and writes, so on a replica it is refused at once.
 # About one in a hundred acquisitions removes keys that were never released from the list.
-NEXT_FENCE: Final = """
+#
+# KEYS: the lock, the counter of fences, the list. ARGV: the token, the lease in ms, the holder's
+# text, and how long a waiter's mark lasts, ms; "": no one waits.
+#
+# With a limit, the other places are the further keys. A place's number goes into the text at
+# ARGV[5], behind the lock's name; ARGV[6] is the task id in JSON. All places are read before one is
+# taken. The first of these is: the place that the token has already, because the request may be a
+# repeat; that of the same task, whose message was delivered twice; a free one; the one that ends
+# first. A host or a task may have the id as its name, so a text that contains it is decoded.
+#
+# Without a limit, KEYS[4], if any, is a lock that this request carries along: ARGV[7] is its token,
+# and ARGV[8] its new lease, ms; 0: it is freed. In RELEASE, which frees it, they are KEYS[3] and
+# ARGV[3].
+ACQUIRE = Script("""
 local time = redis.call('TIME')
 local micros = time[2]
 if #micros < 6 then micros = string.sub('00000' .. micros, -6) end
@@ -35,92 +47,63 @@ if last and last >= fence then
     fence = string.format('%.0f', last + 1)
     redis.call('SET', KEYS[2], fence)
 end
-"""
-# KEYS[4], if any, is a lock that this request carries along: ARGV[5] is its token, and ARGV[6] its
-# new lease, ms; 0: it is freed. In RELEASE, which frees it, they are KEYS[3] and ARGV[3].
-ACQUIRE = Script(
-    NEXT_FENCE
-    + """
-local index = KEYS[3]
-if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'PX', ARGV[2], 'NX') then
-    local value = redis.call('GET', KEYS[1])
+local index, key, place, holder = KEYS[3], KEYS[1], 1, ARGV[3]
+if #ARGV == 6 then
+    local places, best = {key}, math.huge
+    local quoted, task = ',' .. ARGV[6] .. ',', cjson.decode('[' .. ARGV[6] .. ']')[1]
+    for i = 4, #KEYS do places[i - 2] = KEYS[i] end
+    for i, one in ipairs(places) do
+        local value, rank = redis.call('GET', one), -3
+        if value then
+            local in_text = task and string.find(value, quoted, 49, true)
+            rank = redis.call('PTTL', one)
+            if string.sub(value, 1, 32) == ARGV[1] then
+                rank = -5
+            elseif in_text and cjson.decode(string.sub(value, 49))[7] == task then
+                rank = -4
+            end
+        end
+        if rank < best then key, place, best = one, i, rank end
+    end
+    if place > 1 then
+        local cut = tonumber(ARGV[5])
+        holder = string.sub(holder, 1, cut) .. ':place:' .. place .. string.sub(holder, cut + 1)
+    end
+end
+if not redis.call('SET', key, ARGV[1] .. fence .. holder, 'PX', ARGV[2], 'NX') then
     if (ARGV[4] or '') ~= '' then
         redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
     end
-    return {1, value, redis.call('PTTL', KEYS[1])}
+    return {place, redis.call('GET', key), redis.call('PTTL', key)}
 end
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local listed = redis.pcall('ZADD', index, now + ARGV[2], KEYS[1])
+local listed = redis.pcall('ZADD', index, now + ARGV[2], key)
 if type(listed) == 'table' then
-    if type(redis.pcall('DEL', KEYS[1])) == 'table' then redis.call('SET', KEYS[1], '', 'PX', 1) end
+    if type(redis.pcall('DEL', key)) == 'table' then redis.call('SET', key, '', 'PX', 1) end
     return listed
 end
 if string.sub(fence, -2) == '00' then
     -- An acquisition does not fail for this: the doctor reports a user who lacks the permission.
     redis.pcall('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
 end
-if KEYS[4] then
+if ARGV[7] then
     local other = redis.pcall('GET', KEYS[4])
-    if type(other) == 'string' and string.sub(other, 1, 32) == ARGV[5] then
-        if ARGV[6] == '0' then
+    if type(other) == 'string' and string.sub(other, 1, 32) == ARGV[7] then
+        if ARGV[8] == '0' then
             redis.pcall('DEL', KEYS[4])
             redis.pcall('ZREM', index, KEYS[4])
         else
-            redis.pcall('PEXPIRE', KEYS[4], ARGV[6])
-            redis.pcall('ZADD', index, now + ARGV[6], KEYS[4])
+            redis.pcall('PEXPIRE', KEYS[4], ARGV[8])
+            redis.pcall('ZADD', index, now + ARGV[8], KEYS[4])
         end
     end
 end
-return {1, fence}
-"""
-)
+return {place, fence}
+""")
 
-# KEYS: as above, then the other places. ARGV[3] and ARGV[5] are the holder's text, split after
-# the lock's name so that the place can be inserted; ARGV[6] is the task id in JSON. All places
-# are read before one is taken: the request may be a repeat, or its message delivered twice. A
-# host or a task may have the id as its name, so a holder that contains this text is decoded.
-ACQUIRE_PLACE = Script(
-    NEXT_FENCE
-    + """
-local function has_same_task(value)
-    return ARGV[6] ~= '' and string.find(value, ',' .. ARGV[6] .. ',', 49, true)
-        and cjson.decode(string.sub(value, 49))[7] == cjson.decode('[' .. ARGV[6] .. ']')[1]
-end
-local places, free, own = {KEYS[1]}, nil, nil
-for i = 4, #KEYS do places[i - 2] = KEYS[i] end
-for i, key in ipairs(places) do
-    local value = redis.call('GET', key)
-    if not value then
-        free = free or i
-    elseif string.sub(value, 1, 32) == ARGV[1] then
-        return {i, value, redis.call('PTTL', key)}
-    elseif not own and has_same_task(value) then
-        own = i
-    end
-end
-if own or not free then
-    if ARGV[4] ~= '' then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
-    local first, left = own or 1, redis.call('PTTL', places[own or 1])
-    for i = 2, own and 1 or #places do
-        local lasts = redis.call('PTTL', places[i])
-        if lasts < left then first, left = i, lasts end
-    end
-    return {first, redis.call('GET', places[first]), left}
-end
-local ends = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2]
-redis.call('ZADD', KEYS[3], ends, places[free])
-if string.sub(fence, -2) == '00' then
-    redis.pcall('ZREMRANGEBYSCORE', KEYS[3], '-inf', time[1] * 1000)
-end
-local place = free > 1 and ':place:' .. free or ''
-redis.call('SET', places[free], ARGV[1] .. fence .. ARGV[3] .. place .. ARGV[5], 'PX', ARGV[2])
-return {free, fence}
-"""
-)
-
-# KEYS: the lock and the list. ARGV[2]: the key of the lock
-# that this lock, judging by its name, may be a place of; both may have waiters, because the name
-# may also be a separate lock's. Names contain no space, so no lock's key is a mark or wake list.
+# KEYS: the lock and the list. ARGV: the token, and the key of the lock that this lock, judging by
+# its name, may be a place of; both may have waiters, because the name may also be a separate
+# lock's; "": of none. Names contain no space, so no lock's key is a mark or wake list.
 RELEASE = Script("""
 local key, of = KEYS[1], ARGV[2]
 if KEYS[3] then
@@ -173,9 +156,7 @@ end
 return lost
 """)
 
-PEEK = Script("""
-return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
-""")
+PEEK = Script("return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}")
 
 TIME = Script("return redis.call('TIME')")
 

@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from ...inspection.doctor import examine
 from ...leases.holder import HeldLock
 from ...locks import find_lock, iter_locks, release_lock
-from ...locks.stores import locks_are_shared
+from ...locks.stores import get_store
 from ...texts import duration, printable
 from ..console import ActionCommand, add_json, add_no_input, fill
 
@@ -118,7 +118,7 @@ class Command(ActionCommand):
             self.stdout.write("Locks are safe here.")
 
     def _warn_if_alone(self) -> None:
-        if not locks_are_shared():
+        if not get_store().shared:
             self.stderr.write(
                 "Locks live in this process's own memory: those of workers and web servers "
                 "can't be seen from here."
