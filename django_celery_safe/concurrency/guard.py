@@ -192,22 +192,22 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
         reason = f"it was a duplicate of {header['duplicate']} when it was sent"
         TASK_NOT_RUN.emit(single_instance, task=task.name, task_id=request.id, reason=reason)
         return None
-    if "options" in header:
-        guarded = as_asked(guarded, header)
+    guarded = as_asked(guarded, header)
     options = guarded.options
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, header, args[guarded.bound :], kwargs)
-    # Only this thread sees it.
-    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
+    mine = Mine()  # only this thread sees the lock
+    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), mine)
     lock.function = guarded.function
     work = functools.partial(call.run_for, request, guarded.function, args, kwargs)
     if message is not None:
         lock.run = task, message
         if "copy" in header or (message.delivery_info or {}).get("redelivered"):
             copies.drop_if_run_ended(task, message, get_store())
-    run = Run(task, message, options, lock, work)
-    return run.run_and_settle() if message is not None and "sent" in header else run.run()
+    run = Run(task, message, options, lock, mine, work)
+    sent = find_sent(message, header) if message is not None and "sent" in header else None
+    return run.run() if sent is None else run.run_and_settle(sent)
 
 
 @dataclass(slots=True, eq=False)
@@ -218,6 +218,7 @@ class Run:
     Attributes:
         message: The request of its message; None: a direct call, ``.apply()`` or eager mode.
         lock: The lock of the run.
+        mine: What its thread knows of the lock.
         work: Calls the task's function with the arguments of the run.
     """
 
@@ -225,13 +226,11 @@ class Run:
     message: Any
     options: Options
     lock: CacheLock
+    mine: Mine
     work: Callable[[], Any]
 
-    def run_and_settle(self) -> Any:
+    def run_and_settle(self, sent: SentLock) -> Any:
         """Run, and then settle the lock of the send."""
-        sent = find_sent(self.message)
-        if sent is None:
-            return self.run()
         # Where the store can do both at once, this request starts the run for both locks.
         longest = 0.0 if self.options.unique_until == "start" else math.inf
         self.lock.along = Renewal(sent.name, sent.token, longest)
@@ -247,11 +246,11 @@ class Run:
 
     def run(self, sent: SentLock | None = None) -> Any:
         """Call the function under the lock, or step aside."""
+        mine = self.mine
         with self.lock as lock:
-            if (lease := lock.lease) is None:
+            if mine.lease is None:
                 self._wait(lock.contender)
-                lease = lock.lease
-            if lease is not None:
+            if (lease := mine.lease) is not None:
                 work = self.work
                 if sent is not None:
                     work = functools.partial(sent.hold, lock, lease, self.options, work)

@@ -63,7 +63,10 @@ class Renewer:
 
     def add(self, lease: Lease[Any]) -> None:
         """Renew ``lease`` from now on; call it again when its length has changed."""
+        if lease.lock is None:
+            return
         key = lease.store, math.frexp(lease.seconds)[1]
+        lease.renew_at = min(lease.renew_at, lease.asked_at + lease.seconds * RENEW_AFTER)
         with self.mutex:
             before = None if lease.lane is None else self.drop(lease)
             lane = self.lanes.get(key)

@@ -149,21 +149,15 @@ class CacheLock:
             self._forget()
         if isinstance(seconds, conf.Unset):
             seconds = float(conf.get("LOCK_TIMEOUT"))
-        store = get_store()
-        store.check_lease(seconds)
+        store, token = get_store(), os.urandom(16).hex()
+        if not store.shortest_lease <= seconds <= store.longest_lease:
+            store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
         started_at, tries = clock.now() if longest else 0.0, 0
         patience = None if longest == 0 else 0.0
         try:
-            while True:
-                found = self._try(store, seconds, patience)
-                if not isinstance(found, HeldLock):
-                    mine.lease, mine.fence, mine.contender = found, found.fence, None
-                    if found.lock is not None:
-                        renewer.add(found)
-                    return True
-                mine.contender = found
+            while (found := self._try(store, token, seconds, patience)) is not None:
                 left = math.inf if longest is None else started_at + longest - clock.now()
                 if left <= 0:
                     return False
@@ -171,12 +165,18 @@ class CacheLock:
                 held = math.inf if found.remaining is None else found.remaining + 0.001
                 patience = store.wait(left, held, tries, seconds)
                 tries += 1
-        except BaseException:
-            # The lock may have been acquired already, for example before a soft time limit.
-            self._take_back()
+        except BaseException as error:
+            self._forget()
+            if not isinstance(error, CelerySafeError):
+                # A soft time limit, most likely. If the store has set the lock already, no other
+                # process could acquire it until the lease expires.
+                give_back(store, token, *place_names(self.name, limit))
             raise
+        return True
 
-    def _try(self, store: Store, seconds: float, patience: float | None) -> Lease[Store] | HeldLock:
+    def _try(
+        self, store: Store, token: str, seconds: float, patience: float | None
+    ) -> HeldLock | None:
         """
         Try once to acquire the lock for the running task and this thread.
 
@@ -185,46 +185,40 @@ class CacheLock:
             patience: See ``LockRequest``.
 
         Returns:
-            The lease, or the lock with its current holder.
+            The lock with its current holder; None: it is ours now.
 
         Raises:
             LockBackendError: The store did not answer, or answered after the lease had expired.
         """
-        name, limit = self.name, self._options.limit
-        token, renew = os.urandom(16).hex(), store.renews()
-        task, request = self.run or _find_run()
+        name, limit, mine = self.name, self._options.limit, self._mine
+        renew, (task, request) = store.renews, self.run or _find_run()
         holder = describe_holder(task, request, renew, seconds)
         along = self.along if store.carries and limit == 1 else None
         if not store.open_connections:
             store.connect()
         asked_at = clock.now()
-        try:
-            outcome = store.take(LockRequest(name, token, seconds, holder, patience, limit, along))
-            if not isinstance(outcome, Acquired):
-                return outcome
-            run = None if request is None else weakref.ref(request)
-            ends = (weakref.ref(self) if renew else None, here.thread, run)
-            place = name if outcome.place == 1 else place_name(name, outcome.place)
-            facts = (place, token, seconds, asked_at, _report_lost, outcome.fence)
-            lease = Lease(store, *facts, *ends)
-            took = clock.now() - asked_at
-            if took < seconds - store.early:
-                if along is not None:
-                    self.along = None
-                return lease
-        except CelerySafeError:
-            raise
-        except BaseException:
-            # A soft time limit, most likely. If the store has set the lock already, no other
-            # process could acquire it until the lease expires.
-            give_back(store, token, *place_names(name, limit))
-            raise
-        give_back(store, token, place)
-        reason = (
-            f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by "
-            f"then; give the lock a longer timeout"
-        )
-        raise LockBackendError(store.where, "acquire", reason)
+        outcome = store.take(LockRequest(name, token, seconds, holder, patience, limit, along))
+        if not isinstance(outcome, Acquired):
+            mine.contender = outcome
+            return outcome
+        run = None if request is None else weakref.ref(request)
+        ends = (weakref.ref(self) if renew else None, here.thread, run)
+        place = name if outcome.place == 1 else place_name(name, outcome.place)
+        facts = (place, token, seconds, asked_at, _report_lost, outcome.fence)
+        lease = Lease(store, *facts, *ends)
+        took = clock.now() - asked_at
+        if took >= seconds - store.early:
+            give_back(store, token, place)
+            reason = (
+                f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by "
+                f"then; give the lock a longer timeout"
+            )
+            raise LockBackendError(store.where, "acquire", reason)
+        if along is not None:
+            self.along = None
+        mine.lease, mine.fence, mine.contender = lease, lease.fence, None
+        renewer.add(lease)
+        return None
 
     def release(self) -> bool:
         """
@@ -259,7 +253,7 @@ class CacheLock:
                 released = store.release(*facts)
         except NOT_SENT:
             self._mine.lease = lease
-            self._keep_renewed(lease)
+            renewer.add(lease)
             refuse_event_loop(self.name)
             raise
         except BaseException as error:
@@ -288,15 +282,7 @@ class CacheLock:
             LockBackendError: The store did not answer; the lease may have the old or the
                 new length.
         """
-        seconds = conf.LEASE.seconds(timeout, "timeout")
-        lease = self._our_lease()
-        refuse_event_loop(self.name)
-        lease.store.check_lease(seconds)
-        try:
-            self._extend(lease, seconds)
-        finally:
-            if not lease.lost:
-                self._keep_renewed(lease)  # the next renewal may be due sooner now
+        self._extend(conf.LEASE.seconds(timeout, "timeout"))
 
     def ensure(self) -> None:
         """
@@ -313,9 +299,7 @@ class CacheLock:
             LockBackendError: The store did not answer; whether it is ours is not known.
         """
         self._mine.asked = True
-        lease = self._our_lease()
-        refuse_event_loop(self.name)
-        self._extend(lease, lease.seconds)
+        self._extend(None)
 
     @property
     def held(self) -> bool:
@@ -384,8 +368,7 @@ class CacheLock:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        lease = self._mine.lease
-        if lease is None or lease.pid != process.pid:
+        if (lease := self.lease) is None:
             contender = self._mine.contender
             if exc_info[0] is None and contender is not None and not self._mine.asked:
                 warn_not_asked(self.name, contender.holder)
@@ -427,10 +410,6 @@ class CacheLock:
         holder = str(self.contender.holder) or "someone else"
         return LockNotAcquired(self.name, holder, self._options.blocking_timeout or 0.0)
 
-    def _keep_renewed(self, lease: Lease[Store]) -> None:
-        if lease.lock is not None:
-            renewer.add(lease)
-
     def _forget(self) -> None:
         """Drop the lease and stop renewing it; the lock ends when the lease expires."""
         lease, self._mine.lease = self._mine.lease, None
@@ -448,9 +427,18 @@ class CacheLock:
             raise self.not_acquired()
         return lease
 
-    def _extend(self, lease: Lease[Store], seconds: float) -> None:
-        if lease.lost or not renewer.extend(lease, seconds):
-            raise LockLost(self.name, holder_text(record_lost(lease)))
+    def _extend(self, seconds: float | None) -> None:
+        """Make the lease end ``seconds`` from now; None: as long as it was."""
+        lease = self._our_lease()
+        refuse_event_loop(self.name)
+        seconds = lease.seconds if seconds is None else seconds
+        lease.store.check_lease(seconds)
+        try:
+            if lease.lost or not renewer.extend(lease, seconds):
+                raise LockLost(self.name, holder_text(record_lost(lease)))
+        finally:
+            if not lease.lost:
+                renewer.add(lease)  # the next renewal may be due sooner now
 
 
 def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
