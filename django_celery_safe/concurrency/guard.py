@@ -353,29 +353,27 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
 @functools.lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
     """Return the function that ``@single_instance`` decorated in ``task``; None: no function."""
-    found = call.layers(task.run)
-    # Wrappers copy the attributes of wrapped functions: the innermost with the options is ours.
-    options = [getattr(layer, "single_instance", None) for layer in found]
-    marked = [index for index, given in enumerate(options) if isinstance(given, Options)]
-    if not marked:
-        return None
-    decorated = found[marked[-1]]
-    # The method that binds the task may be inside autoretry's wrapper, whose own signature
-    # does not show it.
-    bound = any(map(inspect.ismethod, found[: marked[-1]]))
-    return Guarded(decorated.__wrapped__, decorated.single_instance, bound)
+    guarded, bound = None, False
+    for layer in call.layers(task.run):
+        options = getattr(layer, "single_instance", None)
+        if isinstance(options, Options):
+            # Wrappers copy the attributes of wrapped functions: the innermost is ours.
+            guarded = Guarded(layer.__wrapped__, options, bound)
+        # The method that binds the task may be inside autoretry's wrapper, whose own signature
+        # does not show it.
+        bound = bound or inspect.ismethod(layer)
+    return guarded
 
 
-def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Header] | None:
-    """Return a message's guarded function and header; None: any number may run."""
-    header = get_header(request)
+def find_guarded_as_asked(task: Any, header: Header) -> Guarded | None:
+    """Return the guarded function of a message with this header; None: any number may run."""
     guarded = find_guarded(task)
     if guarded is None:
         # The sender may run another release of the code, in which the task has a lock.
         if "options" not in header and "sent" not in header:
             return None
         guarded = Guarded(task.run, DEFAULTS, False)
-    return as_asked(guarded, header), header
+    return as_asked(guarded, header)
 
 
 def as_asked(guarded: Guarded, header: Header) -> Guarded:

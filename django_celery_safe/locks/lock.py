@@ -258,8 +258,7 @@ class CacheLock:
             raise
         except BaseException as error:
             if not isinstance(error, CelerySafeError):
-                renewer.remove(lease)
-                give_back(lease.store, lease.token, lease.name)
+                self._take_back(lease)
             raise
         if released:
             if has_block() and (aliases := aliases_in_atomic()):
@@ -361,8 +360,8 @@ class CacheLock:
         except BaseException:
             # A soft time limit may hit right after acquire(). Don't release the lock of an outer
             # block.
-            if self._mine.lease is not before:
-                self._take_back()
+            if (lease := self._mine.lease) is not None and lease is not before:
+                self._take_back(lease)
             raise
         self._mine.asked = False
         return self
@@ -416,11 +415,11 @@ class CacheLock:
         if lease is not None:
             renewer.remove(lease)
 
-    def _take_back(self) -> None:
-        """Free the lock if the interrupted attempt had acquired it."""
-        if (lease := self._mine.lease) is not None:
-            self._forget()
-            give_back(lease.store, lease.token, lease.name)
+    def _take_back(self, lease: Lease[Store]) -> None:
+        """Free a lock whose acquisition, or release, was interrupted."""
+        self._forget()
+        renewer.remove(lease)
+        give_back(lease.store, lease.token, lease.name)
 
     def _our_lease(self) -> Lease[Store]:
         if (lease := self.lease) is None:
