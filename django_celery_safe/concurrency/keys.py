@@ -16,7 +16,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from uuid import UUID
 
 from celery.app.task import Context
@@ -70,18 +70,18 @@ def call_key(
             an argument that can't be told apart from others.
     """
     rule = guarded.options.key
-    names = _signatures(guarded.function, guarded.bound).names
+    own, whole, names = _signatures(guarded.function, guarded.bound)
     is_plain = not (kwargs or is_digest) and serializer == "json" and all(map(_is_plain, args))
     if is_plain and rule is conf.UNSET and names is not None and len(names) == len(args):
         # Most calls are like that, and all that the others need takes ten times as long.
         return _digest("".join(map(operator.add, names, map(encode, args))))
-    call = _bind(guarded, args, kwargs, is_send=is_send)
+    call = _bind((whole, own, _ANY) if is_send else (whole, own), args, kwargs)
     given = set(call.arguments)
     call.apply_defaults()
     if isinstance(rule, str | tuple):
         # Sorted: a set's order differs between processes.
         wanted = sorted(set(template_names(rule) if isinstance(rule, str) else rule))
-        named = _find_named(task_name, guarded, call, wanted, is_send=is_send)
+        named = _find_named(task_name, whole, call, wanted, is_send=is_send)
         if named is None:
             rule = conf.UNSET
         else:
@@ -238,18 +238,18 @@ def _digest(text: str) -> str:
 
 
 def _bind(
-    guarded: Guarded, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_send: bool
+    signatures: Sequence[inspect.Signature], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    own, whole, _ = _signatures(guarded.function, guarded.bound)
-    for signature in (whole, own, _ANY) if is_send else (whole, own):
+    """Bind a call by the first signature that it fits; the first raises the error if none does."""
+    for signature in signatures:
         with suppress(TypeError):
             return signature.bind(*args, **kwargs)
-    return whole.bind(*args, **kwargs)  # raises the error that says why
+    return signatures[0].bind(*args, **kwargs)
 
 
 def _find_named(
     task_name: str,
-    guarded: Guarded,
+    whole: inspect.Signature,
     call: inspect.BoundArguments,
     names: Sequence[str],
     *,
@@ -268,7 +268,6 @@ def _find_named(
     """
     if call.arguments.keys() >= set(names):
         return {name: call.arguments[name] for name in names}
-    whole = _signatures(guarded.function, guarded.bound).whole
     for name in names:
         if name not in call.arguments and name not in whole.parameters:
             raise ConfigurationError(
@@ -321,24 +320,18 @@ def _refuse(
     return NotSerializable(task_name, name, str(error), hint + 'key=["…"].')
 
 
-class _Signatures(NamedTuple):
-    """
-    The signatures by which the arguments of a function get their names.
-
-    Attributes:
-        own: That of the function itself.
-        whole: That of the function which it wraps, if its own says less; otherwise its own.
-        names: The names in ``whole``, encoded for a key; None: not all arguments can be given by
-            position.
-    """
-
-    own: inspect.Signature
-    whole: inspect.Signature
-    names: tuple[str, ...] | None
-
-
 @lru_cache(maxsize=1024)
-def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
+def _signatures(
+    function: Callable[..., Any], bound: bool
+) -> tuple[inspect.Signature, inspect.Signature, tuple[str, ...] | None]:
+    """
+    Return the signatures by which the arguments of a function get their names.
+
+    Returns:
+        That of the function itself; that of the function which it wraps, if its own says less,
+        otherwise its own; and the names in the latter, encoded for a key, None if not all
+        arguments can be given by position.
+    """
     # A decorator with *args and **kwargs usually passes its arguments on as they are. If a call
     # does not fit the wrapped function, the decorator changes them.
     own = _without_task(own_signature(function), bound)
@@ -347,8 +340,8 @@ def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
     if len(named) == len(own.parameters) or not named <= whole.parameters.keys():
         whole = own
     if any(one.kind > one.POSITIONAL_OR_KEYWORD for one in whole.parameters.values()):
-        return _Signatures(own, whole, None)
-    return _Signatures(own, whole, tuple(map(encode, whole.parameters)))
+        return own, whole, None
+    return own, whole, tuple(map(encode, whole.parameters))
 
 
 def _without_task(signature: inspect.Signature, bound: bool) -> inspect.Signature:
