@@ -149,34 +149,24 @@ class CacheLock:
             self._forget()
         if isinstance(seconds, conf.Unset):
             seconds = float(conf.get("LOCK_TIMEOUT"))
-        store, token = get_store(), os.urandom(16).hex()
+        store = get_store()
         if not store.shortest_lease <= seconds <= store.longest_lease:
             store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
         started_at, tries = clock.now() if longest else 0.0, 0
         patience = None if longest == 0 else 0.0
-        try:
-            while (found := self._try(store, token, seconds, patience)) is not None:
-                left = math.inf if longest is None else started_at + longest - clock.now()
-                if left <= 0:
-                    return False
-                # The holder's lease can't expire before that; plus a margin.
-                held = math.inf if found.remaining is None else found.remaining + 0.001
-                patience = store.wait(left, held, tries, seconds)
-                tries += 1
-        except BaseException as error:
-            self._forget()
-            if not isinstance(error, CelerySafeError):
-                # A soft time limit, most likely. If the store has set the lock already, no other
-                # process could acquire it until the lease expires.
-                give_back(store, token, *place_names(self.name, limit))
-            raise
+        while (found := self._try(store, seconds, patience)) is not None:
+            left = math.inf if longest is None else started_at + longest - clock.now()
+            if left <= 0:
+                return False
+            # The holder's lease can't expire before that; plus a margin.
+            held = math.inf if found.remaining is None else found.remaining + 0.001
+            patience = store.wait(left, held, tries, seconds)
+            tries += 1
         return True
 
-    def _try(
-        self, store: Store, token: str, seconds: float, patience: float | None
-    ) -> HeldLock | None:
+    def _try(self, store: Store, seconds: float, patience: float | None) -> HeldLock | None:
         """
         Try once to acquire the lock for the running task and this thread.
 
@@ -191,34 +181,43 @@ class CacheLock:
             LockBackendError: The store did not answer, or answered after the lease had expired.
         """
         name, limit, mine = self.name, self._options.limit, self._mine
-        renew, (task, request) = store.renews, self.run or _find_run()
+        token, renew = os.urandom(16).hex(), store.renews
+        task, request = self.run or _find_run()
         holder = describe_holder(task, request, renew, seconds)
         along = self.along if store.carries and limit == 1 else None
         if not store.open_connections:
             store.connect()
         asked_at = clock.now()
-        outcome = store.take(LockRequest(name, token, seconds, holder, patience, limit, along))
-        if not isinstance(outcome, Acquired):
-            mine.contender = outcome
-            return outcome
-        run = None if request is None else weakref.ref(request)
-        ends = (weakref.ref(self) if renew else None, here.thread, run)
-        place = name if outcome.place == 1 else place_name(name, outcome.place)
-        facts = (place, token, seconds, asked_at, _report_lost, outcome.fence)
-        lease = Lease(store, *facts, *ends)
-        took = clock.now() - asked_at
-        if took >= seconds - store.early:
-            give_back(store, token, place)
-            reason = (
-                f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by "
-                f"then; give the lock a longer timeout"
-            )
-            raise LockBackendError(store.where, "acquire", reason)
-        if along is not None:
-            self.along = None
-        mine.lease, mine.fence, mine.contender = lease, lease.fence, None
-        renewer.add(lease)
-        return None
+        try:
+            outcome = store.take(LockRequest(name, token, seconds, holder, patience, limit, along))
+            if not isinstance(outcome, Acquired):
+                mine.contender = outcome
+                return outcome
+            run = None if request is None else weakref.ref(request)
+            ends = (weakref.ref(self) if renew else None, here.thread, run)
+            place = name if outcome.place == 1 else place_name(name, outcome.place)
+            facts = (place, token, seconds, asked_at, _report_lost, outcome.fence)
+            lease = Lease(store, *facts, *ends)
+            took = clock.now() - asked_at
+            if took < seconds - store.early:
+                if along is not None:
+                    self.along = None
+                mine.lease, mine.fence, mine.contender = lease, lease.fence, None
+                renewer.add(lease)
+                return None
+        except BaseException as error:
+            if not isinstance(error, CelerySafeError):
+                # A soft time limit, most likely. If the store has set the lock already, no other
+                # process could acquire it until the lease expires.
+                self._forget()
+                give_back(store, token, *place_names(name, limit))
+            raise
+        give_back(store, token, place)
+        reason = (
+            f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by "
+            f"then; give the lock a longer timeout"
+        )
+        raise LockBackendError(store.where, "acquire", reason)
 
     def release(self) -> bool:
         """
@@ -264,8 +263,7 @@ class CacheLock:
             if has_block() and (aliases := aliases_in_atomic()):
                 warn_in_atomic(self.name, aliases[0], self.function)
             return True
-        if not lease.lost:
-            record_lost(lease)
+        record_lost(lease)
         return False
 
     def extend(self, timeout: conf.Duration) -> None:

@@ -127,11 +127,10 @@ locks.lock:CacheLock.acquire: a waiter gives up at its first try
 -if left <= 0:
 +if True:
 locks.lock:CacheLock._try: a lock whose lease was over before the answer came counts as held
--if took >= seconds - store.early:
-+if False:
-locks.lock:CacheLock.acquire: a soft time limit during an acquisition leaves a lock that nobody
-  holds
--give_back(store, token, *place_names(self.name, limit))
+-if took < seconds - store.early:
++if True:
+locks.lock:CacheLock._try: a soft time limit during an acquisition leaves a lock that nobody holds
+-give_back(store, token, *place_names(name, limit))
 +pass
 [concurrency]
 concurrency.keys:encode: calls with True and 1 share a lock
