@@ -145,12 +145,11 @@ def single_instance(
     def decorate(function: Function) -> Function:
         refuse_misplaced(function, "@single_instance", "its lock would be freed")
         check_key_names(function, options.key)
-        unbound, of_task = [Guarded(function, options, bound) for bound in (False, True)]
 
         @functools.wraps(function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             task, request, bound = call.find_call(alone, function, args)
-            return _run(of_task if bound else unbound, task, request, args, kwargs)
+            return _run(Guarded(function, options, bound), task, request, args, kwargs)
 
         call.show_signature(alone, call.own_signature(function))
         alone.single_instance = options  # type: ignore[attr-defined]

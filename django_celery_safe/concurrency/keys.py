@@ -71,8 +71,8 @@ def call_key(
     """
     rule = guarded.options.key
     own, whole, names = _signatures(guarded.function, guarded.bound)
-    is_plain = not (kwargs or is_digest) and serializer == "json" and all(map(_is_plain, args))
-    if is_plain and rule is conf.UNSET and names is not None and len(names) == len(args):
+    is_usual = rule is conf.UNSET and not (kwargs or is_digest) and serializer == "json"
+    if is_usual and names and len(names) == len(args) and all(map(_is_plain, args)):
         # Most calls are like that, and all that the others need takes ten times as long.
         return _digest("".join(map(operator.add, names, map(encode, args))))
     call = _bind((whole, own, _ANY) if is_send else (whole, own), args, kwargs)
