@@ -9,9 +9,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 from celery.app.task import Context
 
@@ -209,8 +207,7 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     return run.run() if sent is None else run.run_and_settle(sent)
 
 
-@dataclass(slots=True, eq=False)
-class Run:
+class Run(NamedTuple):
     """
     One run of a task, with the lock of the run and that of the send.
 
@@ -304,8 +301,8 @@ def get_lock_name(
     message: Context | None,
     guarded: Guarded,
     header: Header,
-    args: Args | None = None,
-    kwargs: Kwargs = MappingProxyType({}),
+    args: Args | None,
+    kwargs: Kwargs,
 ) -> str:
     """
     Return the name of one run's lock.

@@ -73,7 +73,7 @@ def _free_after_death(outcome: Outcome, guarded: Guarded, sent: SentLock | None)
 
 def _find_run(outcome: Outcome, guarded: Guarded) -> HeldLock | None:
     """Return the lock that a run of this message holds; None: no run holds it."""
-    name = get_lock_name(outcome.task, outcome.request, guarded, outcome.header)
+    name = get_lock_name(outcome.task, outcome.request, guarded, outcome.header, None, {})
     for place in place_names(name, guarded.options.limit):
         held = get_store().peek(place)
         if held is not None and held.holder.task_id == outcome.request.id:
