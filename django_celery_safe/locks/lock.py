@@ -239,12 +239,9 @@ class CacheLock:
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after the transaction.
         """
-        return self._release(self._our_lease())
-
-    def _release(self, lease: Lease[Store]) -> bool:
+        lease = self._our_lease()
         try:
-            self._mine.lease = None
-            renewer.remove(lease)
+            self._forget()
             store, facts = lease.store, (lease.name, lease.token, lease.remaining)
             if store.carries:
                 released, self.along = store.release_along(*facts, self.along), None
@@ -365,13 +362,13 @@ class CacheLock:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if (lease := self.lease) is None:
+        if self.lease is None:
             contender = self._mine.contender
             if exc_info[0] is None and contender is not None and not self._mine.asked:
                 warn_not_asked(self.name, contender.holder)
             return
         try:
-            self._release(lease)
+            self.release()
         except CelerySafeError as failure:
             # The body's own result or error matters more; the lease ends by itself.
             self._forget()
