@@ -9,9 +9,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 from celery.app.task import Context
 
@@ -145,12 +143,11 @@ def single_instance(
     def decorate(function: Function) -> Function:
         refuse_misplaced(function, "@single_instance", "its lock would be freed")
         check_key_names(function, options.key)
-        unbound, of_task = [Guarded(function, options, bound) for bound in (False, True)]
 
         @functools.wraps(function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             task, request, bound = call.find_call(alone, function, args)
-            return _run(of_task if bound else unbound, task, request, args, kwargs)
+            return _run(Guarded(function, options, bound), task, request, args, kwargs)
 
         call.show_signature(alone, call.own_signature(function))
         alone.single_instance = options  # type: ignore[attr-defined]
@@ -192,32 +189,32 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
         reason = f"it was a duplicate of {header['duplicate']} when it was sent"
         TASK_NOT_RUN.emit(single_instance, task=task.name, task_id=request.id, reason=reason)
         return None
-    if "options" in header:
-        guarded = as_asked(guarded, header)
+    guarded = as_asked(guarded, header)
     options = guarded.options
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, header, args[guarded.bound :], kwargs)
-    # Only this thread sees it.
-    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), Mine())
+    mine = Mine()  # only this thread sees the lock
+    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit), mine)
     lock.function = guarded.function
     work = functools.partial(call.run_for, request, guarded.function, args, kwargs)
     if message is not None:
         lock.run = task, message
         if "copy" in header or (message.delivery_info or {}).get("redelivered"):
             copies.drop_if_run_ended(task, message, get_store())
-    run = Run(task, message, options, lock, work)
-    return run.run_and_settle() if message is not None and "sent" in header else run.run()
+    run = Run(task, message, options, lock, mine, work)
+    sent = find_sent(message, header) if message is not None and "sent" in header else None
+    return run.run() if sent is None else run.run_and_settle(sent)
 
 
-@dataclass(slots=True, eq=False)
-class Run:
+class Run(NamedTuple):
     """
     One run of a task, with the lock of the run and that of the send.
 
     Attributes:
         message: The request of its message; None: a direct call, ``.apply()`` or eager mode.
         lock: The lock of the run.
+        mine: What its thread knows of the lock.
         work: Calls the task's function with the arguments of the run.
     """
 
@@ -225,13 +222,11 @@ class Run:
     message: Any
     options: Options
     lock: CacheLock
+    mine: Mine
     work: Callable[[], Any]
 
-    def run_and_settle(self) -> Any:
+    def run_and_settle(self, sent: SentLock) -> Any:
         """Run, and then settle the lock of the send."""
-        sent = find_sent(self.message)
-        if sent is None:
-            return self.run()
         # Where the store can do both at once, this request starts the run for both locks.
         longest = 0.0 if self.options.unique_until == "start" else math.inf
         self.lock.along = Renewal(sent.name, sent.token, longest)
@@ -247,11 +242,11 @@ class Run:
 
     def run(self, sent: SentLock | None = None) -> Any:
         """Call the function under the lock, or step aside."""
+        mine = self.mine
         with self.lock as lock:
-            if (lease := lock.lease) is None:
+            if mine.lease is None:
                 self._wait(lock.contender)
-                lease = lock.lease
-            if lease is not None:
+            if (lease := mine.lease) is not None:
                 work = self.work
                 if sent is not None:
                     work = functools.partial(sent.hold, lock, lease, self.options, work)
@@ -306,8 +301,8 @@ def get_lock_name(
     message: Context | None,
     guarded: Guarded,
     header: Header,
-    args: Args | None = None,
-    kwargs: Kwargs = MappingProxyType({}),
+    args: Args | None,
+    kwargs: Kwargs,
 ) -> str:
     """
     Return the name of one run's lock.
@@ -354,29 +349,27 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
 @functools.lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
     """Return the function that ``@single_instance`` decorated in ``task``; None: no function."""
-    found = call.layers(task.run)
-    # Wrappers copy the attributes of wrapped functions: the innermost with the options is ours.
-    options = [getattr(layer, "single_instance", None) for layer in found]
-    marked = [index for index, given in enumerate(options) if isinstance(given, Options)]
-    if not marked:
-        return None
-    decorated = found[marked[-1]]
-    # The method that binds the task may be inside autoretry's wrapper, whose own signature
-    # does not show it.
-    bound = any(map(inspect.ismethod, found[: marked[-1]]))
-    return Guarded(decorated.__wrapped__, decorated.single_instance, bound)
+    guarded, bound = None, False
+    for layer in call.layers(task.run):
+        options = getattr(layer, "single_instance", None)
+        if isinstance(options, Options):
+            # Wrappers copy the attributes of wrapped functions: the innermost is ours.
+            guarded = Guarded(layer.__wrapped__, options, bound)
+        # The method that binds the task may be inside autoretry's wrapper, whose own signature
+        # does not show it.
+        bound = bound or inspect.ismethod(layer)
+    return guarded
 
 
-def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Header] | None:
-    """Return a message's guarded function and header; None: any number may run."""
-    header = get_header(request)
+def find_guarded_as_asked(task: Any, header: Header) -> Guarded | None:
+    """Return the guarded function of a message with this header; None: any number may run."""
     guarded = find_guarded(task)
     if guarded is None:
         # The sender may run another release of the code, in which the task has a lock.
         if "options" not in header and "sent" not in header:
             return None
         guarded = Guarded(task.run, DEFAULTS, False)
-    return as_asked(guarded, header), header
+    return as_asked(guarded, header)
 
 
 def as_asked(guarded: Guarded, header: Header) -> Guarded:

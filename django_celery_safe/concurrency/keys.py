@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from uuid import UUID
 
 from celery.app.task import Context
@@ -71,24 +70,24 @@ def call_key(
             an argument that can't be told apart from others.
     """
     rule = guarded.options.key
-    if not (kwargs or is_digest) and serializer == "json" and isinstance(rule, conf.Unset):
-        key = _key_of_plain(guarded, args)
-        if key is not None:
-            return key
-    call = _bind(guarded, args, kwargs, is_send=is_send)
-    if call.signature is _ANY and callable(rule):
-        rule = conf.UNSET
+    own, whole, names = _signatures(guarded.function, guarded.bound)
+    is_usual = rule is conf.UNSET and not (kwargs or is_digest) and serializer == "json"
+    if is_usual and names and len(names) == len(args) and all(map(_is_plain, args)):
+        # Most calls are like that, and all that the others need takes ten times as long.
+        return _digest("".join(map(operator.add, names, map(encode, args))))
+    call = _bind((whole, own, _ANY) if is_send else (whole, own), args, kwargs)
     given = set(call.arguments)
-    if len(given) < len(call.signature.parameters):
-        call.apply_defaults()
-    if not isinstance(rule, conf.Unset) and not callable(rule):
+    call.apply_defaults()
+    if isinstance(rule, str | tuple):
         # Sorted: a set's order differs between processes.
-        names = sorted(set(template_names(rule) if isinstance(rule, str) else rule))
-        named = _find_named(task_name, guarded, call, names, is_send=is_send)
+        wanted = sorted(set(template_names(rule) if isinstance(rule, str) else rule))
+        named = _find_named(task_name, whole, call, wanted, is_send=is_send)
         if named is None:
             rule = conf.UNSET
         else:
             call.arguments = named
+    elif call.signature is _ANY:
+        rule = conf.UNSET
     raw = dict(call.arguments)
     for name, value in raw.items():
         call.arguments[name] = to_wire(value, serializer)
@@ -96,47 +95,30 @@ def call_key(
         return str(to_wire(_fill_in(task_name, rule, call.arguments), "json"))
     if callable(rule):
         return _from_function(task_name, rule, call)
-    parts, short = list[str](), list[Any]()
+    # Values are known by their ids: those of the message are the very objects in it.
+    in_message, left_out = set(map(id, sent or ())), set[int]()
+    parts = list[str]()
     for name, value in raw.items():
+        inside = set(map(id, _parts(value)))
+        is_from_message = sent is None or id(value) in in_message or inside <= in_message
         try:
-            # Use no value of a default without an encoding, which is not in the message: it is
-            # the same in all calls.
             part = encode(name) + encode(call.arguments[name])
-            if not (is_digest and name in given and _is_added(value, sent)):
-                parts.append(part)
+            if is_digest and name in given and not is_from_message:
+                continue
         except (TypeError, RecursionError) as error:
+            # A default without an encoding, which is not in the message, is the same in all calls.
             if name in given and not is_digest:
-                if not _is_added(value, sent) or not isinstance(rule, conf.Unset):
+                if is_from_message or not isinstance(rule, conf.Unset):
                     raise _refuse(task_name, name, value, serializer, error) from error
-                short += _parts(value)
-            parts.append(encode(name) + "default")
-    if short:
-        # The value that does not count may have been made of those that the function never got,
-        # or have some of them beside it.
-        got = [one for one in (*args, *kwargs.values()) if not _is_among(one, short)]
-        lost = [value for value in sent or () if not _is_among(value, got)]
-        parts += [encode(to_wire(value, serializer)) for value in lost]
+                left_out |= inside
+            part = encode(name) + "default"
+        parts.append(part)
+    if left_out:
+        # A value that does not count may have been made of those that the function never got, or
+        # have some of them beside it.
+        got = set(map(id, (*args, *kwargs.values()))) - left_out
+        parts += [encode(to_wire(one, serializer)) for one in sent or () if id(one) not in got]
     return _digest("".join(parts))
-
-
-def _key_of_plain(guarded: Guarded, args: Sequence[Any]) -> str | None:
-    """
-    Return the key of a call with texts and whole numbers by position; None: it is another call.
-
-    Most calls are like that, and all that the others need takes ten times as long.
-    """
-    names = _signatures(guarded.function, guarded.bound).encoded
-    if names is None or len(names) != len(args):
-        return None
-    text = ""
-    for name, value in zip(names, args, strict=True):
-        if type(value) is int:
-            text += f"{name}i{value:x};"
-        elif type(value) is str and value.isascii():
-            text += f"{name}s{len(value)}:{value}"
-        else:
-            return None
-    return _digest(text)
 
 
 def _parts(value: Any) -> Collection[Any]:
@@ -144,17 +126,6 @@ def _parts(value: Any) -> Collection[Any]:
     if type(value) is dict:
         return value.values()
     return value if type(value) is tuple else (value,)
-
-
-def _is_added(value: Any, sent: Sequence[Any] | None) -> bool:
-    """Return whether an argument, or a part of it, is not from the message."""
-    if sent is None or _is_among(value, sent):
-        return False
-    return not all(_is_among(part, sent) for part in _parts(value))
-
-
-def _is_among(value: Any, others: Sequence[Any]) -> bool:
-    return any(value is other for other in others)
 
 
 def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:
@@ -244,31 +215,21 @@ def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.Bound
     if isinstance(key, str):
         return str(to_wire(str.__str__(key), "json"))
     try:
-        if key is not None:
-            return _digest(encode(to_wire(key, "json")))
-        failure, returned = None, "None"
+        if key is None:
+            raise TypeError(key)
+        return _digest(encode(to_wire(key, "json")))
     except (TypeError, RecursionError) as error:
-        failure, returned = error, str(error)
-    raise ConfigurationError(
-        f"The key function {rule!r} of task {task_name} returned {returned}. Return a str, or any "
-        f"plain value, that is equal for calls that must not run at once."
-    ) from failure
+        raise ConfigurationError(
+            f"The key function {rule!r} of task {task_name} returned {error}. Return a str, or any "
+            f"plain value, that is equal for calls that must not run at once."
+        ) from error
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON certainly delivers ``value`` unchanged."""
-    kind = type(value)
-    if kind is str:
-        return str.isascii(value)  # in other strings, JSON may join two surrogates
-    if value is None or kind in (int, bool):
-        return True
-    if kind is list:
-        return all(map(_is_plain, value))
-    if kind is dict and "__type__" not in value:  # kombu's marker for other types
-        return all(
-            type(key) is str and _is_plain(key) and _is_plain(item) for key, item in value.items()
-        )
-    return False
+    """Return whether ``value`` is a single one that JSON certainly delivers unchanged."""
+    if type(value) is str:
+        return value.isascii()  # in other strings, JSON may join two surrogates
+    return value is None or type(value) in (int, bool)
 
 
 def _digest(text: str) -> str:
@@ -277,25 +238,18 @@ def _digest(text: str) -> str:
 
 
 def _bind(
-    guarded: Guarded, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_send: bool
+    signatures: Sequence[inspect.Signature], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    own, whole, names, _ = _signatures(guarded.function, guarded.bound)
-    if not kwargs and names is not None and len(args) == len(names):
-        # Most calls give all arguments by position, and bind() would take three times as long.
-        return inspect.BoundArguments(whole, OrderedDict(zip(names, args, strict=True)))
-    try:
-        return whole.bind(*args, **kwargs)
-    except TypeError:
+    """Bind a call by the first signature that it fits; the first raises the error if none does."""
+    for signature in signatures:
         with suppress(TypeError):
-            return own.bind(*args, **kwargs)
-        if is_send:
-            return _ANY.bind(*args, **kwargs)
-        raise
+            return signature.bind(*args, **kwargs)
+    return signatures[0].bind(*args, **kwargs)
 
 
 def _find_named(
     task_name: str,
-    guarded: Guarded,
+    whole: inspect.Signature,
     call: inspect.BoundArguments,
     names: Sequence[str],
     *,
@@ -314,7 +268,6 @@ def _find_named(
     """
     if call.arguments.keys() >= set(names):
         return {name: call.arguments[name] for name in names}
-    whole = _signatures(guarded.function, guarded.bound).whole
     for name in names:
         if name not in call.arguments and name not in whole.parameters:
             raise ConfigurationError(
@@ -331,13 +284,14 @@ def _find_named(
     rest = [one for name, one in whole.parameters.items() if name not in given]
     places = [one.name for one in rest if one.kind <= one.POSITIONAL_OR_KEYWORD]
     defaults = {one.name: one.default for one in rest if one.default is not one.empty}
-    readings = []
+    readings = dict[tuple[int, ...], dict[str, Any]]()
     for added in range(len(places) - len(positional) + 1):
         values = {**defaults, **dict(zip(places[added:], positional, strict=False)), **given}
         if values.keys() >= set(names):
-            readings.append([values[name] for name in names])
-    if readings and all(all(map(operator.is_, one, readings[0])) for one in readings):
-        return dict(zip(names, readings[0], strict=True))
+            reading = {name: values[name] for name in names}
+            readings[tuple(map(id, reading.values()))] = reading
+    if len(readings) == 1:
+        return readings.popitem()[1]
     if is_send and (not readings or call.signature is _ANY):
         return None
     if not readings:
@@ -366,25 +320,18 @@ def _refuse(
     return NotSerializable(task_name, name, str(error), hint + 'key=["…"].')
 
 
-class _Signatures(NamedTuple):
-    """
-    The signatures by which the arguments of a function get their names.
-
-    Attributes:
-        own: That of the function itself.
-        whole: That of the function which it wraps, if its own says less; otherwise its own.
-        names: The names in ``whole``; None: not all arguments can be given by position.
-        encoded: The same, encoded for a key.
-    """
-
-    own: inspect.Signature
-    whole: inspect.Signature
-    names: tuple[str, ...] | None
-    encoded: tuple[str, ...] | None
-
-
 @lru_cache(maxsize=1024)
-def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
+def _signatures(
+    function: Callable[..., Any], bound: bool
+) -> tuple[inspect.Signature, inspect.Signature, tuple[str, ...] | None]:
+    """
+    Return the signatures by which the arguments of a function get their names.
+
+    Returns:
+        That of the function itself; that of the function which it wraps, if its own says less,
+        otherwise its own; and the names in the latter, encoded for a key, None if not all
+        arguments can be given by position.
+    """
     # A decorator with *args and **kwargs usually passes its arguments on as they are. If a call
     # does not fit the wrapped function, the decorator changes them.
     own = _without_task(own_signature(function), bound)
@@ -393,9 +340,8 @@ def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
     if len(named) == len(own.parameters) or not named <= whole.parameters.keys():
         whole = own
     if any(one.kind > one.POSITIONAL_OR_KEYWORD for one in whole.parameters.values()):
-        return _Signatures(own, whole, None, None)
-    names = tuple(whole.parameters)
-    return _Signatures(own, whole, names, tuple(map(encode, names)))
+        return own, whole, None
+    return own, whole, tuple(map(encode, whole.parameters))
 
 
 def _without_task(signature: inspect.Signature, bound: bool) -> inspect.Signature:

@@ -10,49 +10,47 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from functools import partial
 
 from ..delivery.copies import mark_end
-from ..delivery.endings import Outcome, in_background, is_dead_soon
-from ..delivery.header import Header
+from ..delivery.endings import DEATHS, Outcome, in_background, is_dead_soon
 from ..leases.holder import place_names
 from ..locks import HeldLock
 from ..locks.stores import get_store
 from .guard import find_guarded_as_asked, get_lock_name
 from .options import Guarded
-from .sent import find_sent
+from .sent import SentLock, find_sent
 
 
 def settle(outcome: Outcome) -> None:
     """Free the locks of a message that has ended, or whose run has, as far as nobody else can."""
-    match outcome.kind:
-        case "over":
-            sent = None if outcome.comes_again else find_sent(outcome.request)
-            # Its run ended outside its guard, for example in a hook.
-            if sent is not None and not sent.settled and sent.passed_on is None:
-                sent.move(0)
-        case "unknown" | "undecodable":
-            if (sent := find_sent(outcome.request)) is not None:
-                _in_background(lambda: sent.move(0))
-        case _:
-            asked = find_guarded_as_asked(outcome.task, outcome.request)
-            if asked is not None and outcome.kind in ("revoked", "expired"):
-                _in_background(lambda: _free_unless_running(outcome, asked))
-            elif asked is not None and outcome.pid not in (None, os.getpid()):
-                _in_background(lambda: _free_after_death(outcome, asked))
+    sent, task, is_death = find_sent(outcome.request), outcome.task, outcome.kind in DEATHS
+    if outcome.kind == "over":
+        # Its run ended outside its guard, for example in a hook.
+        if sent is not None and not outcome.comes_again:
+            sent.end_run(task, None)
+        return
+    guarded = None if task is None else find_guarded_as_asked(task, outcome.header)
+    if is_death and guarded is not None and outcome.pid not in (None, os.getpid()):
+        free = partial(_free_after_death, outcome, guarded, sent)
+    elif not is_death and sent is not None:
+        free = partial(_free_unless_running, outcome, guarded, sent)
+    else:
+        return
+    failure = "A dead run's locks could not be freed and end by their leases."
+    in_background(free, _leave_store, failure)
 
 
-def _free_unless_running(outcome: Outcome, asked: tuple[Guarded, Header]) -> None:
-    sent = find_sent(outcome.request)
+def _free_unless_running(outcome: Outcome, guarded: Guarded | None, sent: SentLock) -> None:
     # The message may have been delivered twice and refused the second time, while the first
     # delivery still runs.
-    if sent is not None and _find_run(outcome, asked) is None:
+    if guarded is None or _find_run(outcome, guarded) is None:
         sent.move(0)
 
 
-def _free_after_death(outcome: Outcome, asked: tuple[Guarded, Header]) -> None:
+def _free_after_death(outcome: Outcome, guarded: Guarded, sent: SentLock | None) -> None:
     task, request, store = outcome.task, outcome.request, get_store()
-    sent, held = find_sent(request), _find_run(outcome, asked)
+    held = _find_run(outcome, guarded)
     if held is not None and not outcome.ended(held.holder):
         held = None
     if held is None and sent is None:
@@ -73,19 +71,14 @@ def _free_after_death(outcome: Outcome, asked: tuple[Guarded, Header]) -> None:
         sent.move(0.0 if ended else sent.lease(outcome.when, request.expires))
 
 
-def _find_run(outcome: Outcome, asked: tuple[Guarded, Header]) -> HeldLock | None:
+def _find_run(outcome: Outcome, guarded: Guarded) -> HeldLock | None:
     """Return the lock that a run of this message holds; None: no run holds it."""
-    name = get_lock_name(outcome.task, outcome.request, *asked)
-    for place in place_names(name, asked[0].options.limit):
+    name = get_lock_name(outcome.task, outcome.request, guarded, outcome.header, None, {})
+    for place in place_names(name, guarded.options.limit):
         held = get_store().peek(place)
         if held is not None and held.holder.task_id == outcome.request.id:
             return held._replace(name=place)
     return None
-
-
-def _in_background(free: Callable[[], object]) -> None:
-    failure = "A dead run's locks could not be freed and end by their leases."
-    in_background(free, _leave_store, failure)
 
 
 def _leave_store() -> None:

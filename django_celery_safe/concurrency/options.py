@@ -33,25 +33,27 @@ _IN_A_SLOT: Final = conf.WAIT._replace(
 #: Kinds of parameters that take any number of arguments.
 VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-#: Seconds until the retry of ``on_conflict="retry"``, before jitter.
-RETRY_DELAY: Final = 5.0
-
 
 class Options(NamedTuple):
     """The validated options of one ``@single_instance``, with defaults applied."""
 
-    key: Key | conf.Unset
+    key: Key | conf.Unset = conf.UNSET
     #: The part before the key in the lock's name; unset: the task's name.
-    lock: str | conf.Unset
+    lock: str | conf.Unset = conf.UNSET
     #: How many runs may hold the lock at once.
-    limit: int
-    on_conflict: OnConflict
-    timeout: float | conf.Unset
-    retry_delay: float
+    limit: int = 1
+    on_conflict: OnConflict = "skip"
+    timeout: float | conf.Unset = conf.UNSET
+    #: Seconds until the retry of ``on_conflict="retry"``, before jitter.
+    retry_delay: float = 5.0
     #: Longest time to wait, s; 0 unless on_conflict is "wait".
-    blocking_timeout: float
+    blocking_timeout: float = 0.0
     #: A number is a period, s.
-    unique_until: UniqueUntil | float | None
+    unique_until: UniqueUntil | float | None = None
+
+
+#: The options of a task that is decorated without options, or not decorated.
+DEFAULTS: Final = Options()
 
 
 class GivenOptions(TypedDict, total=False):
@@ -89,52 +91,23 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
     Raises:
         ConfigurationError: An option is not valid, or two contradict each other.
     """
-    on_conflict = given.get("on_conflict", "skip")
-    _check_choice("on_conflict", on_conflict, get_args(OnConflict))
+    values = {name: value for name, value in given.items() if value is not conf.UNSET}
+    if values.get("on_conflict") == "wait":
+        values.setdefault("blocking_timeout", None)
+    valid: dict[str, Any] = {name: _CHECKS[name](value, name) for name, value in values.items()}
+    options = Options(**valid)
     for name, way in _ONLY_WITH.items():
-        value = given.get(name, conf.UNSET)
-        if not isinstance(value, conf.Unset) and way != on_conflict:
+        if name in valid and way != options.on_conflict:
             raise ConfigurationError(
-                f"{name}={value!r} has no meaning with on_conflict={on_conflict!r}. Leave it out, "
-                f'or set on_conflict="{way}".'
+                f"{name}={values[name]!r} has no meaning with on_conflict={options.on_conflict!r}. "
+                f'Leave it out, or set on_conflict="{way}".'
             )
-    timeout, delay = given.get("timeout", conf.UNSET), given.get("retry_delay", conf.UNSET)
-    if not isinstance(timeout, conf.Unset):
-        timeout = conf.LEASE.seconds(timeout, "timeout")
-    if isinstance(delay, conf.Unset):
-        delay = RETRY_DELAY
-    wait, patience = given.get("blocking_timeout", conf.UNSET), 0.0
-    if on_conflict == "wait":
-        patience = _IN_A_SLOT.seconds(None if wait is conf.UNSET else wait, "blocking_timeout")
-    unique_until: Any = given.get("unique_until")
-    if isinstance(unique_until, str):
-        _check_choice("unique_until", unique_until, get_args(UniqueUntil))
-    elif unique_until is not None:
-        unique_until = conf.LEASE.seconds(unique_until, "unique_until")
-    lock: Any = given.get("lock", conf.UNSET)
-    # The names of messages' locks start with "sent:".
-    is_name = isinstance(lock, str) and lock and lock.partition(":")[0] != "sent"
-    if not (is_name or isinstance(lock, conf.Unset)):
+    if options.limit > 1 and options.unique_until == "end":
         raise ConfigurationError(
-            f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not "
-            f'empty and does not begin with "sent:", such as "reports".'
+            f'limit={options.limit} has no meaning with unique_until="end": the same is not sent '
+            f'again while one runs. Leave one of them out, or set unique_until="start".'
         )
-    limit = conf.lock_limit(given.get("limit", 1))
-    if limit > 1 and unique_until == "end":
-        raise ConfigurationError(
-            f'limit={limit} has no meaning with unique_until="end": the same is not sent again '
-            f'while one runs. Leave one of them out, or set unique_until="start".'
-        )
-    return Options(
-        key=checked_key(given.get("key", conf.UNSET)),
-        lock=lock,
-        limit=limit,
-        on_conflict=on_conflict,
-        timeout=timeout,
-        retry_delay=conf.LEASE.seconds(delay, "retry_delay"),
-        blocking_timeout=patience,
-        unique_until=unique_until,
-    )
+    return options
 
 
 def check_call_options(given: Any) -> None:
@@ -180,7 +153,7 @@ def options_of_call(options: Options, given: Any) -> Options:
     for name, fits in _ONLY_WITH.items():
         if not way == options.on_conflict == fits:
             del as_task[name]
-    return make_options(**{**as_task, **given})
+    return make_options(**as_task | given)
 
 
 def check_key_names(
@@ -242,16 +215,7 @@ def template_names(template: str) -> list[str]:
     return names
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value in choices:
-        return
-    raise ConfigurationError(
-        f"{name}={value!r} is not known; it can be {', '.join(map(repr, choices))}."
-        f"{conf.did_you_mean(value, choices)}"
-    )
-
-
-def checked_key(key: Any) -> Key | conf.Unset:
+def checked_key(key: Any, name: str = "key") -> Key | conf.Unset:
     """
     Return the ``key`` option, validated; a list of names becomes a tuple.
 
@@ -261,13 +225,47 @@ def checked_key(key: Any) -> Key | conf.Unset:
     if isinstance(key, (conf.Unset, str)) or callable(key):
         valid: Key | conf.Unset = key
         return valid
-    if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
+    if isinstance(key, list | tuple) and all(isinstance(part, str) for part in key):
         return tuple(key)
     raise ConfigurationError(
-        f"key={key!r} can't say which calls are the same: give a format string over argument "
+        f"{name}={key!r} can't say which calls are the same: give a format string over argument "
         f'names ("{{feed_url}}"), a list of argument names, or a function of the arguments.'
     )
 
 
-#: The options of a task that is decorated without options, or not decorated.
-DEFAULTS: Final = make_options()
+def _checked_lock(lock: Any, name: str) -> str:
+    # The names of messages' locks start with "sent:".
+    if isinstance(lock, str) and lock and lock.partition(":")[0] != "sent":
+        return lock
+    raise ConfigurationError(
+        f"{name}={lock!r} can't stand before the key in a lock's name: give a text that is not "
+        f'empty and does not begin with "sent:", such as "reports".'
+    )
+
+
+def _checked_choice(value: Any, name: str, choices: Sequence[str] = get_args(OnConflict)) -> Any:
+    if value in choices:
+        return value
+    raise ConfigurationError(
+        f"{name}={value!r} is not known; it can be {', '.join(map(repr, choices))}."
+        f"{conf.did_you_mean(value, choices)}"
+    )
+
+
+def _checked_unique_until(value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        return _checked_choice(value, name, get_args(UniqueUntil))
+    return conf.LEASE.seconds_or_none(value, name)
+
+
+#: What returns each option, validated: called with its value and its name.
+_CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
+    "key": checked_key,
+    "lock": _checked_lock,
+    "limit": lambda value, _: conf.lock_limit(value),
+    "on_conflict": _checked_choice,
+    "timeout": conf.LEASE.seconds,
+    "retry_delay": conf.LEASE.seconds,
+    "blocking_timeout": _IN_A_SLOT.seconds,
+    "unique_until": _checked_unique_until,
+}

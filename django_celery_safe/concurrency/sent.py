@@ -74,9 +74,12 @@ class SentLock:
         """
         if self.period is not None:
             return self.period
+        store, left = self._store, seconds_until(expires)
+        if left is not None and left <= 0:
+            return 0.0
         seconds: float = conf.get("SENT_TIMEOUT") + max(0.0, seconds_until(eta) or 0.0)
-        left = seconds_until(expires)
-        return seconds if left is None else max(0.0, min(seconds, left))
+        seconds = seconds if left is None else min(seconds, left)
+        return min(max(seconds, store.shortest_lease), store.longest_lease)
 
     def move(self, seconds: float) -> bool:
         """
@@ -90,8 +93,7 @@ class SentLock:
             return is_moved  # a child of a bare os.fork(), which also leaves the run's blocks
         try:
             if seconds:
-                lease = self._store.nearest_lease(seconds)
-                self._store.extend([Renewal(self.name, self.token, lease)])
+                self._store.extend([Renewal(self.name, self.token, seconds)])
             else:
                 self._store.release(self.name, self.token)
         except CelerySafeError as error:
@@ -143,7 +145,7 @@ class SentLock:
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds``, until the end of a run."""
-        if not self._store.renews():
+        if not self._store.renews:
             return
         renewal, alive = Renewal(self.name, self.token, seconds), weakref.ref(self)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
@@ -213,8 +215,7 @@ class SentLock:
         # No process: the message does not depend on whether the sender is still alive.
         holder = Holder(since=time.time(), task=task, task_id=headers["id"], arguments=shown)
         try:
-            lease = store.nearest_lease(seconds)
-            outcome = store.take(LockRequest(self.name, self.token, lease, holder))
+            outcome = store.take(LockRequest(self.name, self.token, seconds, holder))
         except WrongTransaction as error:
             raise WrongTransaction(
                 f"Task {task} has unique_until, and its lock lives in {store.where}, which has a "
@@ -289,9 +290,14 @@ def leave_period(headers: dict[str, Any]) -> None:
         headers[HEADER] = {name: header[name] for name in header if name != "sent"}
 
 
-def find_sent(request: Any) -> SentLock | None:
-    """Return the lock of the running message, the same object in a whole run; None: no lock."""
-    if not (header := get_header(request)):
+def find_sent(request: Any, header: Header | None = None) -> SentLock | None:
+    """
+    Return the lock of the running message, the same object in a whole run; None: no lock.
+
+    Args:
+        header: Its header; None: read it.
+    """
+    if not (header := get_header(request) if header is None else header):
         return None
     kept = request.safe_kept
     if kept.sent is None:

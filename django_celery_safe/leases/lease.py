@@ -8,6 +8,7 @@ places.
 from __future__ import annotations
 
 import _thread
+import math
 import re
 import time
 import weakref
@@ -103,6 +104,9 @@ class LeaseStore(ABC):
     #: of its client do not hold in each of its steps.
     may_hang: ClassVar[bool] = True
 
+    #: Whether the renewing thread can see what this thread acquires now.
+    renews: bool = True
+
     #: Client errors that mean that the store did not answer, or refused the request.
     client_errors: tuple[type[Exception], ...] = ()
     #: Patterns of a server's refusals, each with its meaning (a clause) and advice (a
@@ -130,10 +134,6 @@ class LeaseStore(ABC):
     @abstractmethod
     def peek(self, name: str) -> HeldLock | None:
         """Return the lock called ``name``, with its holder; None: it is free."""
-
-    def renews(self) -> bool:
-        """Return whether the renewing thread can see what this thread acquires now."""
-        return True
 
     def leave_pool(self) -> None:  # noqa: B027 - most stores share nothing that runs short
         """Connect this renewing thread outside a pool that lock holders may have used up."""
@@ -188,6 +188,7 @@ class Lease(Generic[S]):
         thread: An object that lives as long as the thread that took it.
         run: The request of the running task, which lives as long as the run; None: no task.
         lane: The lane whose thread renews the lease; None: it is not renewed.
+        renew_at: When to renew the lease, by :data:`clock`; inf: the renewer has not got it yet.
         along: Another lock that is renewed in the same requests, so on the same server, and whose
             loss is not reported; None: there is none. ``extend()`` of the lease is not for it.
     """
@@ -202,15 +203,11 @@ class Lease(Generic[S]):
     lock: weakref.ref[Any] | None = None
     thread: weakref.ref[Any] | None = None
     run: weakref.ref[Any] | None = None
-    pid: int = field(init=False)
+    pid: int = field(default_factory=partial(getattr, process, "pid"), init=False)
     lost: bool = field(default=False, init=False)
     lane: Lane | None = field(default=None, init=False)
     along: Renewal | None = field(default=None, init=False)
-    renew_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pid = process.pid
-        self.renew_at = self.asked_at + self.seconds * RENEW_AFTER  # began() would be a call more
+    renew_at: float = field(default=math.inf, init=False)
 
     def began(self, asked_at: float) -> None:
         """Record that the store started or renewed the lease, with a request at ``asked_at``."""

@@ -55,7 +55,8 @@ class DatabaseLeases(LeaseStore):
     def leave_pool(self) -> None:
         transactions.leave_pool(self.alias)
 
-    def renews(self) -> bool:
+    @property
+    def renews(self) -> bool:  # type: ignore[override]
         # Inside a TestCase the row is not committed, so another thread can't see it.
         return not transactions.in_testcase_only(self.alias)
 

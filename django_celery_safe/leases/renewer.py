@@ -62,8 +62,16 @@ class Renewer:
         self.lanes: dict[LaneKey, Lane] = {}
 
     def add(self, lease: Lease[Any]) -> None:
-        """Renew ``lease`` from now on; call it again when its length has changed."""
+        """
+        Renew ``lease`` from now on, unless no object can release its lock.
+
+        Call it again when the length of the lease has changed.
+        """
+        if lease.lock is None:
+            return
         key = lease.store, math.frexp(lease.seconds)[1]
+        if lease.renew_at == math.inf:
+            lease.renew_at = lease.asked_at + lease.seconds * RENEW_AFTER
         with self.mutex:
             before = None if lease.lane is None else self.drop(lease)
             lane = self.lanes.get(key)

@@ -150,31 +150,21 @@ class CacheLock:
         if isinstance(seconds, conf.Unset):
             seconds = float(conf.get("LOCK_TIMEOUT"))
         store = get_store()
-        store.check(seconds, limit)
+        if limit > 1 or not store.shortest_lease <= seconds <= store.longest_lease:
+            store.check(seconds, limit)
         started_at, tries = clock.now() if longest else 0.0, 0
         patience = None if longest == 0 else 0.0
-        try:
-            while True:
-                found = self._try(store, seconds, patience)
-                if not isinstance(found, HeldLock):
-                    mine.lease, mine.fence, mine.contender = found, found.fence, None
-                    if found.lock is not None:
-                        renewer.add(found)
-                    return True
-                mine.contender = found
-                left = math.inf if longest is None else started_at + longest - clock.now()
-                if left <= 0:
-                    return False
-                # The holder's lease can't expire before that; plus a margin.
-                held = math.inf if found.remaining is None else found.remaining + 0.001
-                patience = store.wait(left, held, tries, seconds)
-                tries += 1
-        except BaseException:
-            # The lock may have been acquired already, for example before a soft time limit.
-            self._take_back()
-            raise
+        while (found := self._try(store, seconds, patience)) is not None:
+            left = math.inf if longest is None else started_at + longest - clock.now()
+            if left <= 0:
+                return False
+            # The holder's lease can't expire before that; plus a margin.
+            held = math.inf if found.remaining is None else found.remaining + 0.001
+            patience = store.wait(left, held, tries, seconds)
+            tries += 1
+        return True
 
-    def _try(self, store: Store, seconds: float, patience: float | None) -> Lease[Store] | HeldLock:
+    def _try(self, store: Store, seconds: float, patience: float | None) -> HeldLock | None:
         """
         Try once to acquire the lock for the running task and this thread.
 
@@ -183,13 +173,13 @@ class CacheLock:
             patience: See ``LockRequest``.
 
         Returns:
-            The lease, or the lock with its current holder.
+            The lock with its current holder; None: it is ours now.
 
         Raises:
             LockBackendError: The store did not answer, or answered after the lease had expired.
         """
-        name, limit = self.name, self._options.limit
-        token, renew = os.urandom(16).hex(), store.renews()
+        name, limit, mine = self.name, self._options.limit, self._mine
+        token, renew = os.urandom(16).hex(), store.renews
         task, request = self.run or _find_run()
         holder = describe_holder(task, request, renew, seconds)
         along = self.along if store.carries and limit == 1 else None
@@ -199,6 +189,7 @@ class CacheLock:
         try:
             outcome = store.take(LockRequest(name, token, seconds, holder, patience, limit, along))
             if not isinstance(outcome, Acquired):
+                mine.contender = outcome
                 return outcome
             run = None if request is None else weakref.ref(request)
             ends = (weakref.ref(self) if renew else None, here.thread, run)
@@ -209,13 +200,15 @@ class CacheLock:
             if took < seconds - store.early:
                 if along is not None:
                     self.along = None
-                return lease
-        except CelerySafeError:
-            raise
-        except BaseException:
-            # A soft time limit, most likely. If the store has set the lock already, no other
-            # process could acquire it until the lease expires.
-            give_back(store, token, *place_names(name, limit))
+                mine.lease, mine.fence, mine.contender = lease, lease.fence, None
+                renewer.add(lease)
+                return None
+        except BaseException as error:
+            if not isinstance(error, CelerySafeError):
+                # A soft time limit, most likely. If the store has set the lock already, no other
+                # process could acquire it until the lease expires.
+                self._forget()
+                give_back(store, token, *place_names(name, limit))
             raise
         give_back(store, token, place)
         reason = (
@@ -244,12 +237,9 @@ class CacheLock:
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after the transaction.
         """
-        return self._release(self._our_lease())
-
-    def _release(self, lease: Lease[Store]) -> bool:
+        lease = self._our_lease()
         try:
-            self._mine.lease = None
-            renewer.remove(lease)
+            self._forget()
             store, facts = lease.store, (lease.name, lease.token, lease.remaining)
             if store.carries:
                 released, self.along = store.release_along(*facts, self.along), None
@@ -257,20 +247,18 @@ class CacheLock:
                 released = store.release(*facts)
         except NOT_SENT:
             self._mine.lease = lease
-            self._keep_renewed(lease)
+            renewer.add(lease)
             refuse_event_loop(self.name)
             raise
         except BaseException as error:
             if not isinstance(error, CelerySafeError):
-                renewer.remove(lease)
-                give_back(lease.store, lease.token, lease.name)
+                self._take_back(lease)
             raise
         if released:
             if has_block() and (aliases := aliases_in_atomic()):
                 warn_in_atomic(self.name, aliases[0], self.function)
             return True
-        if not lease.lost:
-            record_lost(lease)
+        record_lost(lease)
         return False
 
     def extend(self, timeout: conf.Duration) -> None:
@@ -286,15 +274,7 @@ class CacheLock:
             LockBackendError: The store did not answer; the lease may have the old or the
                 new length.
         """
-        seconds = conf.LEASE.seconds(timeout, "timeout")
-        lease = self._our_lease()
-        refuse_event_loop(self.name)
-        lease.store.check(seconds)
-        try:
-            self._extend(lease, seconds)
-        finally:
-            if not lease.lost:
-                self._keep_renewed(lease)  # the next renewal may be due sooner now
+        self._extend(conf.LEASE.seconds(timeout, "timeout"))
 
     def ensure(self) -> None:
         """
@@ -311,9 +291,7 @@ class CacheLock:
             LockBackendError: The store did not answer; whether it is ours is not known.
         """
         self._mine.asked = True
-        lease = self._our_lease()
-        refuse_event_loop(self.name)
-        self._extend(lease, lease.seconds)
+        self._extend(None)
 
     @property
     def held(self) -> bool:
@@ -375,21 +353,20 @@ class CacheLock:
         except BaseException:
             # A soft time limit may hit right after acquire(). Don't release the lock of an outer
             # block.
-            if self._mine.lease is not before:
-                self._take_back()
+            if (lease := self._mine.lease) is not None and lease is not before:
+                self._take_back(lease)
             raise
         self._mine.asked = False
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        lease = self._mine.lease
-        if lease is None or lease.pid != process.pid:
+        if self.lease is None:
             contender = self._mine.contender
             if exc_info[0] is None and contender is not None and not self._mine.asked:
                 warn_not_asked(self.name, contender.holder)
             return
         try:
-            self._release(lease)
+            self.release()
         except CelerySafeError as failure:
             # The body's own result or error matters more; the lease ends by itself.
             self._forget()
@@ -425,30 +402,35 @@ class CacheLock:
         holder = str(self.contender.holder) or "someone else"
         return LockNotAcquired(self.name, holder, self._options.blocking_timeout or 0.0)
 
-    def _keep_renewed(self, lease: Lease[Store]) -> None:
-        if lease.lock is not None:
-            renewer.add(lease)
-
     def _forget(self) -> None:
         """Drop the lease and stop renewing it; the lock ends when the lease expires."""
         lease, self._mine.lease = self._mine.lease, None
         if lease is not None:
             renewer.remove(lease)
 
-    def _take_back(self) -> None:
-        """Free the lock if the interrupted attempt had acquired it."""
-        if (lease := self._mine.lease) is not None:
-            self._forget()
-            give_back(lease.store, lease.token, lease.name)
+    def _take_back(self, lease: Lease[Store]) -> None:
+        """Free a lock whose acquisition, or release, was interrupted."""
+        self._forget()
+        renewer.remove(lease)
+        give_back(lease.store, lease.token, lease.name)
 
     def _our_lease(self) -> Lease[Store]:
         if (lease := self.lease) is None:
             raise self.not_acquired()
         return lease
 
-    def _extend(self, lease: Lease[Store], seconds: float) -> None:
-        if lease.lost or not renewer.extend(lease, seconds):
-            raise LockLost(self.name, holder_text(record_lost(lease)))
+    def _extend(self, seconds: float | None) -> None:
+        """Make the lease end ``seconds`` from now; None: as long as it was."""
+        lease = self._our_lease()
+        refuse_event_loop(self.name)
+        seconds = lease.seconds if seconds is None else seconds
+        lease.store.check(seconds)
+        try:
+            if lease.lost or not renewer.extend(lease, seconds):
+                raise LockLost(self.name, holder_text(record_lost(lease)))
+        finally:
+            if not lease.lost:
+                renewer.add(lease)  # the next renewal may be due sooner now
 
 
 def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:

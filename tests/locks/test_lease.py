@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
@@ -180,7 +181,8 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
 
         monkeypatch.setattr(LocalStore, "extend", fail)
     with hanging("extend") as extend:
-        lease = Lease(get_store(), "released", "token", LEASE, clock.now() - LEASE, print)
+        facts = ("released", "token", LEASE, clock.now() - LEASE, print)
+        lease = Lease(get_store(), *facts, lock=ref(extend))
         renewer.add(lease)
         thread: Any = lease.lane._thread  # type: ignore[union-attr]
         assert extend.began.wait(30)
