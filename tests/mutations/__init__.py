@@ -61,16 +61,6 @@ class Mutation(NamedTuple):
         Raises:
             LookupError: The place is gone, or does not have the old text exactly once.
         """
-        before, place, after = self._split(source)
-        return before + place.replace(self.old, self.new) + after
-
-    def find_lines(self, source: str) -> range:
-        """Return the numbers of the lines that the fault changes, as :meth:`apply` does."""
-        before, place, _ = self._split(source)
-        first = before.count("\n") + place.partition(self.old)[0].count("\n") + 1
-        return range(first, first + self.old.count("\n") + 1)
-
-    def _split(self, source: str) -> tuple[str, str, str]:
         name = self.where.partition(":")[2]
         lines = source.splitlines(keepends=True)
         if self.path.suffix == ".sql":
@@ -81,7 +71,7 @@ class Mutation(NamedTuple):
         place = "".join(lines[first - 1 : last])
         if place.count(self.old) != 1:
             raise LookupError(f"{self.where} has {place.count(self.old)} times: {self.old!r}")
-        return "".join(lines[: first - 1]), place, "".join(lines[last:])
+        return "".join([*lines[: first - 1], place.replace(self.old, self.new), *lines[last:]])
 
 
 def read(text: str) -> dict[str, list[Mutation]]:
