@@ -78,20 +78,19 @@ def read(text: str) -> dict[str, list[Mutation]]:
     """
     Return the mutations of each room, which stands in brackets above them.
 
-    A mutation is its place and its fault, which may go on in indented lines, and then, as in a
-    patch, the lines that are there once behind ``-``, and those that replace them behind ``+``.
+    A mutation is its place and its fault in one line, and then, as in a patch, the lines that are
+    there once behind ``-``, and those that replace them behind ``+``.
     """
     rooms: dict[str, list[Mutation]] = {}
     for line in text.strip().splitlines():
         kind, rest = line[0], line[1:]
         if kind == "[":
             found = rooms[rest.rstrip("]")] = []
-        elif kind in " -+":
+        elif kind in "-+":
             one = found.pop()
-            name = {" ": "breaks", "-": "old", "+": "new"}[kind]
+            name = {"-": "old", "+": "new"}[kind]
             before = getattr(one, name)
-            more = f"{before}\n{rest}" if before and kind != " " else before + rest
-            found.append(one._replace(**{name: more}))
+            found.append(one._replace(**{name: f"{before}\n{rest}" if before else rest}))
         else:
             where, _, breaks = line.partition(": ")
             found.append(Mutation(where, "", "", breaks))
