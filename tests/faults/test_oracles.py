@@ -149,7 +149,7 @@ def carry(*runs: carried.Run, **changes: Any) -> Any:
 WALKED = resumable.History(
     resumable.Plan(child_kills=1, worker_kills=0, shutdowns=1),
     written=Counter({1: 3}),
-    harms=Counter(child=1, shutdown=1, inside=1),
+    harms=Counter(["children killed", "workers shut down", "killed inside a task"]),
     obeyed=[0.5],
 )
 

@@ -58,12 +58,12 @@ def record(plan: Plan, lab: Lab) -> History:
     workers = lab.start_workers(plan, "tests.faults.carried.work")
     began, sending = time.monotonic(), lab.start(send, plan)
     restart = partial(restart_database, plan, lab, alias)
-    trouble = Troublemaker(plan, workers, witness, broker, ledger, relaying.kill, restart)
+    trouble = Troublemaker(plan, workers, witness, broker, relaying.kill, restart)
     # A task has a row that is due until it has ended.
     is_any_left = OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists
     still = Stillness(witness.journal, plan.limit)
     while sending.running or not trouble.is_spent or not is_over(plan, still, is_any_left):
-        trouble.strike()
+        trouble.strike(ledger.count("committed") / plan.tasks)
         still.seconds()
         relaying.check()
         time.sleep(LOOK)

@@ -224,8 +224,7 @@ def too_little(history: History) -> Findings:
         "messages delivered twice": max(1, int(0.75 * again - 3 * again**0.5)),
         "killed inside a step": 1,
         "children killed": 1,
-        "workers killed": plan.worker_kills,
-        "broker restarted": plan.restarts,
+        **plan.harms,
     }
     return scarce(figures, wanted)
 
@@ -239,7 +238,7 @@ def count(history: History) -> dict[str, float]:
         "messages written": history.messages.total(),
         "messages delivered twice": history.again,
         "children killed": history.kills["children"],
-        "workers killed": history.kills["worker killed"],
+        "workers killed": history.kills["workers killed"],
         "killed inside a step": history.kills["inside"],
         "broker restarted": history.kills["broker restarted"],
         "executions": len(executions),

@@ -59,6 +59,11 @@ class Plan(WorkersPlan):
     quiet: float = 7.0
     at_most: float = 900.0
 
+    @property
+    def harms(self) -> dict[str, int]:
+        """The faults that each happen so many times, beside the kills of children."""
+        return {"workers killed": self.worker_kills, "broker restarted": self.restarts}
+
     def entries(self, run: int) -> list[tuple[str, int, dict[str, Any]]]:
         """Return what is given to ``stages.start`` for the n-th run."""
         chance = random.Random(f"{self.seed}:{run}")

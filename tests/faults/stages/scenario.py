@@ -42,9 +42,7 @@ def record(plan: Plan, lab: Lab) -> History:
     workers = lab.start_workers(plan, "tests.faults.stages.work")
     began, starting = time.monotonic(), lab.start(start_runs, plan)
     runs = StageRun.objects.using(alias)
-    trouble = Troublemaker(
-        plan, workers, witness, broker, lambda: runs.count() if starting.running else plan.runs
-    )
+    trouble = Troublemaker(plan, workers, witness, broker)
 
     def is_over(still: Stillness) -> bool:
         """Return whether all runs have ended, or nothing has moved for long and nothing can."""
@@ -57,7 +55,7 @@ def record(plan: Plan, lab: Lab) -> History:
 
     still = Stillness(witness.journal, plan.at_most)
     while starting.running or not trouble.is_spent or not is_over(still):
-        trouble.strike()
+        trouble.strike(runs.count() / plan.runs if starting.running else 1.0)
         still.seconds()
         time.sleep(LOOK)
     starting.result(0)

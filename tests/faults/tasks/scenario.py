@@ -52,10 +52,10 @@ def record(plan: Plan, lab: Lab) -> History:
         run_in_processes, send, 2, plan, witness, timeout=plan.at_most
     )
     while not sends.done():
-        killer.strike()
+        killer.strike_often()
     sends.result()
     for _ in range(LATE_KILLS):
-        killer.strike()
+        killer.strike_often()
     killer.strike_last(plan.patience)
     with suppress(TimeoutError):
         wait_for(lambda: broker.is_drained(plan.workers), plan.patience)
