@@ -36,25 +36,17 @@ class RedisBroker:
     Args:
         server: Empty.
         visibility_timeout: After so many seconds it redelivers; None: kombu's default.
-        silence: Longest wait of clients for an answer, s; None: without an end.
     """
 
-    def __init__(
-        self,
-        server: RedisServer,
-        visibility_timeout: float | None = None,
-        silence: float | None = None,
-    ) -> None:
+    def __init__(self, server: RedisServer, visibility_timeout: float | None = None) -> None:
         self.server = server
-        self._options: dict[str, float] = {}
+        self._options = {"socket_timeout": SILENCE, "socket_connect_timeout": SILENCE}
         if visibility_timeout is not None:
-            self._options = {
+            self._options |= {
                 "visibility_timeout": visibility_timeout,
                 "unacked_restore_interval": 0.5,
                 "unacked_restore_throttle": 1,
             }
-        if silence is not None:
-            self._options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), silence)
 
     def settings(self) -> dict[str, Any]:
         """Return the Django settings of its clients."""

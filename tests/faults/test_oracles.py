@@ -166,7 +166,7 @@ BAD: dict[str, dict[str, Any]] = {
         "too little": locks.History([], LocksPlan(processes=2, nemesis="restart")),
     },
     "tasks": {
-        "two at once": task(overlaps=[{"number": 2, "section": "key", "at_ns": 15}]),
+        "two at once": task(overlaps=[{"section": "key", "at_ns": 15}]),
         "lost tasks": task(runs=[tasks.Run("a", 11, 20, "retried")]),
         "undone work": task(sends=[*LATE, sent("c", 12, "start")]),
         "swallowed sends": task(sends=[sent("a", 0, "end"), sent("b", 23, "end", "a")]),

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -125,12 +125,12 @@ class Server(Started):
             self._reservations.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def keep(self, command: list[str | Path], env: Mapping[str, str] | None = None) -> KeptProcess:
+    def keep(self, command: list[str | Path]) -> KeptProcess:
         """Return a command of this server as a process that can't outlive the tests."""
         return KeptProcess(
             command,
             folder=self.folder,
-            env=self.environment() if env is None else env,
+            env=self.environment(),
             identity=self.identity,
             stop_signal=self.stop_signal,
             owned_folder=self.folder,

@@ -13,7 +13,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from tests.servers import RabbitMQServer, RedisServer, ServerPool
 from tests.servers.databases import Databases
 from tests.versions import IS_CELERY_57
 from tests.worker import event_tasks
-from tests.worker.event_tasks import COUNTDOWN, SHORT_LEASE, act, make_task
+from tests.worker.event_tasks import COUNTDOWN, SHORT_LEASE, make_task
 from tests.worker.rooms import Room
 
 #: Seconds until what happens at once must have happened; far less than any lease.
@@ -61,10 +61,8 @@ RUNNING_ALONE = (LEASE, None)
 WAITING_FOR_RETRY = (None, LATER)
 
 
-@make_task()
-def unknown(self: Any, room: str, how: str) -> None:
-    """Not known to the worker, which does not import this module."""
-    act(self, room, how)
+#: Not known to the worker, which does not import this module.
+unknown = make_task("unknown")
 
 
 # On RabbitMQ and with the database's locks, what may differ there is played again.
@@ -131,10 +129,10 @@ Action = Callable[[Scene], Any]
 
 
 class Step(NamedTuple):
-    """What happens, the locks that are then held (None: any), and how soon (0: at once)."""
+    """What happens, the locks that are then held, and how soon (0: at once)."""
 
     action: Action
-    locks: Locks | None
+    locks: Locks
     within: float = SOON
 
 
@@ -160,11 +158,6 @@ def send(task: Any = event_tasks.noted, how: str = "succeed", *more: Any, **opti
         scene.send(how, *more, **options)
 
     return action
-
-
-def begin(scene: Scene) -> None:
-    """Let the task run."""
-    scene.begin()
 
 
 def end(state: str | None) -> Action:
@@ -199,10 +192,6 @@ def refused(state: str, error: type[Exception] | None = None) -> Action:
     return action
 
 
-def wait(scene: Scene) -> None:
-    """Let time pass."""
-
-
 def requeue(scene: Scene) -> None:
     """Let the run give its message back to the broker, and let it stay there."""
     tell_workers("cancel_consumer", scene.queue, reply=True, limit=1)
@@ -216,14 +205,10 @@ def take_again(scene: Scene) -> None:
     scene.begin()
 
 
-def killed(state: str) -> Action:
-    """End the process of the run with SIGKILL, and wait for this result."""
-
-    def action(scene: Scene) -> None:
-        scene.room.kill_run()
-        scene.end(state)
-
-    return action
+def killed(scene: Scene) -> None:
+    """End the process of the run with SIGKILL, and wait for its result."""
+    scene.room.kill_run()
+    scene.end("FAILURE")
 
 
 def run_again(scene: Scene) -> None:
@@ -311,7 +296,7 @@ def ended(scene: Scene) -> None:
 
 def sent(*args: Any, **options: Any) -> list[Step]:
     """Return the first steps of most rows: a message waits, then its task runs."""
-    return [Step(send(*args, **options), WAITING, 0), Step(begin, RUNNING, 0)]
+    return [Step(send(*args, **options), WAITING, 0), Step(Scene.begin, RUNNING, 0)]
 
 
 def once(task: Any, how: str, state: str | None, after: Locks = FREE) -> list[Step]:
@@ -369,7 +354,7 @@ TABLE = [
     Row("SystemExit", once(event_tasks.noted, "exit", "FAILURE")),
     Row(
         "expired before it was taken",
-        [Step(send(expires=1), None), Step(wait, FREE), Step(refused("REVOKED"), FREE)],
+        [Step(send(expires=1), FREE), Step(refused("REVOKED"), FREE)],
         stages=RABBITMQ,
     ),
     Row("hard time limit", limited(event_tasks.noted), stages=DATABASE),
@@ -381,10 +366,8 @@ TABLE = [
             Step(succeed_in_the_end, FREE),
         ],
     ),
-    Row("child killed", [*sent(), Step(killed("FAILURE"), FREE)], stages=DATABASE),
-    Row(
-        "child killed, acknowledged late", [*sent(event_tasks.late), Step(killed("FAILURE"), FREE)]
-    ),
+    Row("child killed", [*sent(), Step(killed, FREE)], stages=DATABASE),
+    Row("child killed, acknowledged late", [*sent(event_tasks.late), Step(killed, FREE)]),
     Row(
         "child killed, delivered again",
         [
@@ -431,7 +414,11 @@ TABLE = [
     ),
     Row(
         "sent by name",
-        [Step(send_by_name, FREE, 0), Step(begin, RUNNING_ALONE, 0), Step(end("SUCCESS"), FREE)],
+        [
+            Step(send_by_name, FREE, 0),
+            Step(Scene.begin, RUNNING_ALONE, 0),
+            Step(end("SUCCESS"), FREE),
+        ],
     ),
     Row("replace by itself", twice(event_tasks.noted, "replace by itself", "SUCCESS")),
     Row("autoretry exhausted", twice(event_tasks.autoretried, "fail", "FAILURE")),
@@ -499,17 +486,13 @@ def scene(stage: CeleryWorker, tmp_path: Path) -> Iterator[Scene]:
             scene.worker.resume()
 
 
-def _is_long(stage: str, row: Row) -> bool:
-    """Return whether a play needs more than the worker that others share."""
-    return stage != "redis" or row.own_worker
-
-
+#: Those that need more than the worker that others share are long.
 PLAYS = [
     pytest.param(
         stage,
         row,
         id=f"{stage}-{row.event}",
-        marks=[pytest.mark.long] if _is_long(stage, row) else [],
+        marks=[pytest.mark.long] if stage != "redis" or row.own_worker else [],
     )
     for row in TABLE
     for stage in row.stages
@@ -526,10 +509,9 @@ def test_an_event_leaves_the_locks_as_the_table_says(
         scene.worker = scene.stack.enter_context(_worker("--queues", scene.queue))
     for number, step in enumerate(row.steps):
         step.action(scene)
-        ends_at = time.monotonic() + step.within
-        while step.locks not in (None, scene.locks()) and time.monotonic() < ends_at:
-            time.sleep(0.02)
-        assert step.locks in (None, scene.locks()), f"step {number}: {scene.locks()}"
+        with suppress(TimeoutError):
+            wait_for(lambda: scene.locks() == step.locks, step.within)  # noqa: B023
+        assert scene.locks() == step.locks, f"step {number}"
     ends_at = time.monotonic() + LOOK
     while time.monotonic() < ends_at:
         assert scene.locks() == row.steps[-1].locks

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import psutil
@@ -12,6 +11,7 @@ from tests.faults.carried.plan import LEASE, Plan
 from tests.faults.nemesis import WorkerNemesis
 from tests.faults.scenario import Witness
 from tests.processes import CeleryWorker
+from tests.processes.worker import start_together
 
 #: A child is paused in tasks of at least this length, s, so that another run of the same task
 #: is still going on when it lets the child continue.
@@ -78,8 +78,7 @@ class Troublemaker(WorkerNemesis):
             self.witness.trouble.write("worker ended", worker=worker.pid)
             worker.kill()
         if ended:
-            with ThreadPoolExecutor(len(ended)) as starters:
-                list(starters.map(CeleryWorker.start, ended))
+            start_together(ended)
 
     def strike(self, done: float) -> bool:
         """Do the harm that is due, and resume a paused child when another process has its task."""

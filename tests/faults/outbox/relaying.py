@@ -1,13 +1,11 @@
 """A process that relays: ``manage.py celery_outbox relay``, in a hurry."""
 
-import logging
 import os
 from datetime import timedelta
 from functools import partial
 
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import relay as relaying
-from tests.app.celery import app
 from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
 from tests.faults.outbox.plan import Plan, Witness
@@ -22,8 +20,7 @@ LONGEST_WAIT = 0.7
 
 def relay(plan: Plan, witness: Witness, role: str, place: int, point: str | None, hit: int) -> None:
     """Relay until told to end, or killed."""
-    logging.basicConfig(filename=witness.log)
-    app.finalize()
+    scenario.enter()
     hurry()
     break_relay(plan.broken, witness.folder)
     if point is not None:

@@ -69,7 +69,7 @@ def run_tasks(plan: Plan, witness: Witness, lab: Lab, wanted: set[str]) -> None:
     """Let a worker run all tasks that there are, and those that these send."""
     journal = witness.journal
     (worker,) = lab.start_workers(plan, f"{work.__name__},{broken.__name__}")
-    lab.start(send_end, str(witness.folder)).result(30)
+    lab.start(send_end).result(30)
     # It is the last message of the queue, and a worker takes them in order.
     wait_for(lambda: journal.count("end"), LONGEST_RUN, "the last message never came")
     while not wanted <= set(journal.tally("name", "greeted")) and grows(journal, plan.quiet):
@@ -86,6 +86,6 @@ def grows(journal: Journal, seconds: float) -> bool:
         return False
 
 
-def send_end(folder: str) -> None:
+def send_end() -> None:
     """Send the last message."""
-    work.end.delay(folder)
+    work.end.delay()
