@@ -75,10 +75,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scen
     for each in commands(options.form, known) if options.name == ALL else [arguments]:
         run = vars(parser.parse_args([*each, "--seed", str(options.seed)]))
         given = {name: value for name, value in run.items() if name not in OTHERS}
-        plan = known[run["name"]].plan(**given)
-        if (objection := plan.objection()) is not None:
-            parser.error(objection)
-        chosen.append((known[run["name"]], plan))
+        chosen.append((known[run["name"]], known[run["name"]].plan(**given)))
     return options, chosen
 
 

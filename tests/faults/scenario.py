@@ -50,10 +50,6 @@ class AnyPlan:
         """Return the fields that the command line can set, by their names."""
         return {each.name: each for each in fields(cls) if "help" in each.metadata}
 
-    def objection(self) -> str | None:
-        """Return why a run of this plan would prove nothing; None: it can be run."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersPlan(AnyPlan):

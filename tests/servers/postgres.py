@@ -9,6 +9,7 @@ import psycopg
 
 from tests.servers.database_server import MIGRATED, DatabaseServer
 from tests.servers.programs import is_open_to_others
+from tests.servers.server import Server
 
 #: Quick for tests: nothing survives a crash of the machine, but what clients see
 #: of each other (commits, locks, isolation) is as ever.
@@ -112,10 +113,7 @@ class PostgresServer(DatabaseServer):
 
     def connect(self, database: str = "postgres") -> "psycopg.Connection[Any]":
         """Return a connection in autocommit mode, to be closed by the caller."""
-        return psycopg.connect(
-            host=self.host, port=self.port, user="postgres", dbname=database,
-            autocommit=True, connect_timeout=5,
-        )  # fmt: skip
+        return connect(self, database)
 
     def create_database(self, name: str, source: str | None = None) -> None:
         """Make a database as a copy of another that nobody uses now."""
@@ -145,6 +143,14 @@ class PostgresServer(DatabaseServer):
             "SELECT pid, application_name, state, query FROM pg_stat_activity WHERE datname = %s"
         )
         return self.ask(query, [database])
+
+
+def connect(server: Server, database: str) -> "psycopg.Connection[Any]":
+    """Return a connection in autocommit mode, to be closed by the caller."""
+    return psycopg.connect(
+        host=server.host, port=server.port, user="postgres", dbname=database,
+        autocommit=True, connect_timeout=5, prepare_threshold=None,
+    )  # fmt: skip
 
 
 def _skip_headers(folder: str, names: list[str]) -> list[str]:

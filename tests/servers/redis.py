@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,10 @@ class SentinelServer(Server):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = RedisServer(), RedisServer()
+        for server in (self.first, self.second):
+            self._owned.callback(server.close)
+            # Asked to end, a master would wait for its replica.
+            self._owned.callback(server.kill)
         #: Sentinel's name for the two servers. It differs between tests: django-redis keeps
         #: its pools by URL for as long as the process lives.
         self.service = f"redis-{self.port}"
@@ -200,15 +204,6 @@ class SentinelServer(Server):
         assert self.master is new, "Sentinel did not fail over"
         with old.client() as client:
             client.replicaof(new.host, new.port)
-
-    def close(self) -> None:
-        """End all three and remove their folders."""
-        with ExitStack() as stack:
-            for server in (self.first, self.second):
-                stack.callback(server.close)
-                # Asked to end, a master would wait for its replica.
-                stack.callback(server.kill)
-            super().close()
 
 
 def _calls(info: dict[str, Any], name: str) -> int:

@@ -1,7 +1,7 @@
 """A Redis Cluster of three private nodes, whose slots can be moved from node to node."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from redis import Redis
@@ -34,7 +34,7 @@ class RedisClusterServer(RedisServer):
     def prepare(self) -> None:
         """Start the other nodes."""
         for node in self.nodes[1:]:
-            node.start()
+            self._owned.enter_context(node)
 
     def is_ready(self) -> bool:
         """Whether each node knows all others and where all slots are."""
@@ -56,13 +56,6 @@ class RedisClusterServer(RedisServer):
         for node in self.nodes:
             if node.running:
                 RedisServer.flush(node) if node is self else node.flush()
-
-    def close(self) -> None:
-        """End all nodes and remove their folders."""
-        with ExitStack() as stack:
-            for node in self.nodes[1:]:
-                stack.callback(node.close)
-            super().close()
 
     def node_of(self, key: str) -> RedisServer:
         """Return the node that has the slot of a key."""

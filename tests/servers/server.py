@@ -40,8 +40,8 @@ class Server(Started):
         self.programs = find_programs_folder(self.program, *self.companions)
         self.identity: dict[str, Any] = identity() if self.refuses_root else {}
         self.folder = make_folder(f"safe-{self.name}-", self.identity)
-        #: Keeps its ports from others until it is closed, also while it is stopped.
-        self._reservations = ExitStack()
+        #: What ends when it is closed: its hold on its ports, and programs beside it.
+        self._owned = ExitStack()
         self.port = self._reserve_port()
         self._prepared = False
 
@@ -122,7 +122,7 @@ class Server(Started):
         try:
             self.stop()
         finally:
-            self._reservations.close()
+            self._owned.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, command: list[str | Path]) -> KeptProcess:
@@ -138,7 +138,7 @@ class Server(Started):
 
     def _reserve_port(self, distance: int = 0) -> int:
         port, reservation = reserve_port(distance)
-        self._reservations.enter_context(reservation)
+        self._owned.enter_context(reservation)
         return port
 
     def _answers(self) -> bool:

@@ -18,6 +18,7 @@ from billiard.exceptions import TimeLimitExceeded
 
 from django_celery_safe.delivery.header import HEADER
 from tests.conftest import LOOKING_OFTEN, app_on_redis
+from tests.faults.brokers import RedisBroker
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.versions import needs_quick_redelivery
@@ -52,14 +53,9 @@ class Story:
         A message that is just being taken from its queue is in neither of the two places yet, so
         a number of messages shows nothing.
         """
-        with self.server.client(db=1) as client, client.pipeline(transaction=True) as moment:
-            waiting, given_out = moment.lrange("celery", 0, -1).hvals("unacked").execute()
-        messages = [json.loads(text) for text in waiting]
-        messages += [json.loads(text)[0] for text in given_out]
-        headers = [message["headers"] for message in messages]
         return [
             "copy" if "copy" in one.get(HEADER, {}) else "original"
-            for one in headers
+            for one in RedisBroker(self.server).headers()
             if one["id"] == self.id
         ]
 

@@ -100,7 +100,7 @@ def answers(alias: str) -> bool:
 class Relaying:
     """The relay, which may be killed."""
 
-    def __init__(self, lab: Lab, fault: str) -> None:
+    def __init__(self, lab: Lab, fault: str = "") -> None:
         self._start = partial(lab.start, hurry_and_relay, fault)
         self._process = self._start()
 

@@ -68,5 +68,6 @@ def hurry_and_relay(fault: str) -> None:
     """Relay until told to end, or killed."""
     enter()
     hurry()
-    broken.break_relay(fault)
+    if fault:
+        setattr(*broken.FAULTS[fault])
     relay()

@@ -1,8 +1,6 @@
 """A process that relays: ``manage.py celery_outbox relay``, in a hurry."""
 
-import os
 from datetime import timedelta
-from functools import partial
 
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import relay as relaying
@@ -23,8 +21,7 @@ def relay(plan: Plan, witness: Witness, role: str, place: int, point: str | None
     scenario.enter()
     hurry()
     break_relay(plan.broken, witness.folder)
-    if point is not None:
-        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
+    lay(role, point, hit, witness)
     scenario.relay()
 
 

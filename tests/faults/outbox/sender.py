@@ -1,7 +1,6 @@
 """A process that sends."""
 
 import itertools
-import os
 import random
 import time
 import traceback
@@ -36,8 +35,7 @@ def send(plan: Plan, witness: Witness, role: str, place: int, point: str | None,
     enter()
     assert hasattr(sender, "GRACE")
     sender.GRACE = GRACE  # type: ignore[misc]
-    if point is not None:
-        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
+    lay(role, point, hit, witness)
     # Each sender has every n-th number, and never one again.
     step = sum(role != RELAY for role in plan.roles)
     begun = witness.journal.entries("begun", role=role)

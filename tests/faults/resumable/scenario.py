@@ -34,7 +34,7 @@ def record(plan: Plan, lab: Lab) -> History:
     lab.configure(alias, lab.make_broker(plan.broker), {**ours, "MAX_DEATHS": None})
     lab.use_store(lab.server(RedisServer))
     workers = lab.start_workers(plan, "tests.faults.resumable.work")
-    began, relaying = time.monotonic(), Relaying(lab, plan.broken)
+    began, relaying = time.monotonic(), Relaying(lab)
     lab.start(send, plan.rows, plan.tasks, plan.pause).result(plan.at_most)
     trouble = Troublemaker(plan, workers, witness)
     while OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists():

@@ -55,7 +55,8 @@ def record(plan: Plan, lab: Lab) -> History:
     killer.strike_last(plan.patience)
     with suppress(TimeoutError):
         wait_for(lambda: broker.is_drained(plan.workers), plan.patience)
-    return History.read(witness, messages=broker.messages(), locks=wait_for_locks())
+    messages = [one["id"] for one in broker.headers()]
+    return History.read(witness, messages=messages, locks=wait_for_locks())
 
 
 def wait_for_locks() -> list[HeldLock]:
