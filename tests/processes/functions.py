@@ -11,7 +11,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
@@ -88,11 +87,11 @@ class FunctionProcess:
 
     def pause(self) -> None:
         """Stop the process with SIGSTOP: it lives, but does nothing."""
-        self._handle.send_signal(signal.SIGSTOP)
+        self._handle.suspend()
 
     def resume(self) -> None:
         """Let the process go on after ``pause``."""
-        self._handle.send_signal(signal.SIGCONT)
+        self._handle.resume()
 
     def close(self) -> None:
         """End the process if it still runs, and leave nothing of it."""
