@@ -1,7 +1,6 @@
 """How a run of the scenario ``carried`` is recorded."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -62,7 +61,7 @@ def record(plan: Plan, lab: Lab) -> History:
     # A task has a row that is due until it has ended.
     is_any_left = OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists
     still = Stillness(witness.journal, plan.limit)
-    while sending.running or not trouble.is_spent or not is_over(plan, still, is_any_left):
+    while sending.running or not trouble.is_spent or not still.is_over(plan, is_any_left):
         trouble.strike(ledger.count("committed") / plan.tasks)
         still.seconds()
         relaying.check()
@@ -71,12 +70,6 @@ def record(plan: Plan, lab: Lab) -> History:
     seconds, waiting = time.monotonic() - began, broker.waiting()
     lab.close()
     return History.read(plan, witness, ledger, alias, seconds=seconds, waiting=waiting)
-
-
-def is_over(plan: Plan, still: Stillness, is_any_left: Callable[[], bool]) -> bool:
-    """Return whether all tasks have ended and nothing moves, or nothing has moved for long."""
-    seconds = still.seconds()
-    return seconds > plan.patience or (seconds > plan.quiet and not is_any_left())
 
 
 def restart_database(plan: Plan, lab: Lab, alias: str) -> None:

@@ -43,7 +43,7 @@ def was_committed(each: Transaction) -> bool:
         connection.close()
         time.sleep(PAUSE)
         with suppress(OperationalError, InterfaceError):
-            return any(ledger.has("committed", task.id) for task in each.tasks[:1])
+            return any(ledger.count("committed", task.id) for task in each.tasks[:1])
 
 
 def commit(each: Transaction) -> None:

@@ -43,18 +43,13 @@ def record(plan: Plan, lab: Lab) -> History:
     began, starting = time.monotonic(), lab.start(start_runs, plan)
     runs = StageRun.objects.using(alias)
     trouble = Troublemaker(plan, workers, witness, broker)
-
-    def is_over(still: Stillness) -> bool:
-        """Return whether all runs have ended, or nothing has moved for long and nothing can."""
-        if still.seconds() >= plan.quiet:
-            messages = OutboxMessage.objects.using(alias).filter(due_at__isnull=False)
-            if not messages.exists() and not broker.waiting():
-                return True
-            still.since = time.monotonic()
-        return not runs.active().exists()
-
+    due = OutboxMessage.objects.using(alias).filter(due_at__isnull=False)
     still = Stillness(witness.journal, plan.at_most)
-    while starting.running or not trouble.is_spent or not is_over(still):
+    while (
+        starting.running
+        or not trouble.is_spent
+        or not still.is_over(plan, lambda: due.exists() or broker.waiting() > 0)
+    ):
         trouble.strike(runs.count() / plan.runs if starting.running else 1.0)
         still.seconds()
         time.sleep(LOOK)
