@@ -37,20 +37,18 @@ class RedisServer(Server):
 
     Args:
         cluster: Whether it is the only node of a Redis Cluster, with all slots.
-        options: Further arguments of its command line.
     """
 
     name = "redis"
     program = "redis-server"
 
-    def __init__(self, *, cluster: bool = False, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, cluster: bool = False) -> None:
         super().__init__()
         if cluster:  # Nodes talk to each other on a port that is 10,000 higher.
             self.port = self._reserve_port(10_000)
         self.cluster = cluster
         #: The slots that it takes at its first start, if it is a node of a cluster.
         self.slots = range(SLOTS)
-        self.options = options
 
     @property
     def url(self) -> str:
@@ -63,11 +61,11 @@ class RedisServer(Server):
 
     def command(self) -> list[str | Path]:
         """No snapshots, no append-only file; a replica that asks is served at once."""
+        node = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
         return [
             self.programs / self.program, "--bind", self.host, "--port", str(self.port),
             "--dir", self.folder, "--save", "", "--appendonly", "no", "--daemonize", "no",
-            "--repl-diskless-sync-delay", "0", *self.options,
-            *(("--cluster-enabled", "yes") if self.cluster else ()),
+            "--repl-diskless-sync-delay", "0", *(node if self.cluster else ()),
         ]  # fmt: skip
 
     def is_ready(self) -> bool:

@@ -23,9 +23,8 @@ class RedisClusterServer(RedisServer):
     name = "redis cluster"
 
     def __init__(self) -> None:
-        options = ("--cluster-require-full-coverage", "no")
-        super().__init__(cluster=True, options=options)
-        others = [RedisServer(cluster=True, options=options) for _ in range(NODES - 1)]
+        super().__init__(cluster=True)
+        others = [RedisServer(cluster=True) for _ in range(NODES - 1)]
         self.nodes: list[RedisServer] = [self, *others]
         self._moved: dict[int, RedisServer] = {}
         for number, node in enumerate(self.nodes):

@@ -86,13 +86,11 @@ class Server(Started):
         """End it in order; its folder and its port stay for the next start."""
         if self._process is not None:
             self._process.stop()
-            self._process = None
 
     def kill(self) -> None:
         """End it with SIGKILL; its folder and its port stay for the next start."""
         if self._process is not None:
             self._process.kill()
-            self._process = None
 
     def restart(self) -> None:
         """Stop and start: a cache loses its memory, a database keeps its data."""

@@ -6,8 +6,7 @@ for so long: when it is delivered again is the test's to say.
 """
 
 import json
-import os
-import signal
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +40,9 @@ class Story:
         self.worker = worker
         self.server = server
         self.room = Room(folder)
-        self.task = task
         self.result = task.apply_async((self.room.path,), **options)
         self.id: str = self.result.id
-        self.until_runs(1)
+        self.room.until(self.room.runs, "it does not run", PATIENCE)
 
     def messages(self) -> list[str]:
         """
@@ -70,28 +68,14 @@ class Story:
             long_ago = time.time() - VISIBILITY_TIMEOUT - 1
             client.zadd("unacked_index", {tag: long_ago}, xx=True)
 
-    def says(self, text: str) -> int:
-        """Return how many lines of the worker's log tell this of the task."""
-        return sum(self.id in line and text in line for line in self.worker.log.splitlines())
-
-    def until_copies(self, number: int) -> None:
-        """Wait until so many copies were sent."""
-        text = "a copy arrives"
-        self.room.until(lambda: self.says(text) >= number, f"not {number} copies", PATIENCE)
-
-    def until_runs(self, number: int) -> None:
-        """Wait until so many runs have begun."""
-        runs = self.room.runs
-        self.room.until(lambda: len(runs(self.id)) >= number, f"not {number} runs", PATIENCE)
+    def until_copied(self) -> None:
+        """Wait until the worker's log tells of a copy."""
+        told = re.compile(f"{self.id}.*a copy arrives|a copy arrives.*{self.id}")
+        self.room.until(lambda: told.search(self.worker.log), "no copy", PATIENCE)
 
     def until_over(self) -> None:
         """Wait until the broker has no message of it any more."""
         self.room.until(lambda: not self.messages(), "messages are left over", PATIENCE)
-
-    def kill(self, number: int) -> None:
-        """Kill the process of a run, and let later ones leave the room."""
-        os.kill(self.room.runs()[number - 1]["pid"], signal.SIGKILL)
-        self.room.open()
 
     def retries(self) -> list[int]:
         """Return of each run, in order, how many retries were before it."""
@@ -123,10 +107,11 @@ def test_a_killed_run_is_run_again_by_its_copy(begin: Any) -> None:
     """Its message is the broker's no more: the one copy runs, once."""
     story = begin(copy_tasks.staying)
     story.deliver_again()
-    story.until_copies(1)
+    story.until_copied()
     # Until the second delivery is acknowledged, the death of the first would put it back.
     story.room.until(lambda: story.messages() == ["copy"], "there is not one copy alone")
-    story.kill(1)
+    story.room.kill_run()
+    story.room.open()
     assert story.result.get(timeout=PATIENCE) == [story.id, 0]
     story.until_over()
     assert story.retries() == [0, 0]
@@ -137,7 +122,7 @@ def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     """Each run would be delivered again before its limit, and followed by another without end."""
     story = begin(copy_tasks.limited)
     story.deliver_again()
-    story.until_copies(1)
+    story.until_copied()
     with pytest.raises(TimeLimitExceeded):
         story.result.get(timeout=PATIENCE)
     story.until_over()

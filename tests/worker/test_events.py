@@ -101,12 +101,6 @@ class Scene:
         fits = (name for name, (least, most) in LEASES.items() if least <= left <= most)
         return next(fits, f"{left:.1f} s")
 
-    def send(self, how: str, *more: Any, **options: Any) -> None:
-        """Send the task, while the worker can't take it."""
-        self.worker.pause()
-        args = (self.room.path, how, *more)
-        self.result = self.task.apply_async(args, queue=self.queue, **options)
-
     def begin(self) -> None:
         """Let the worker go on, and wait until the task runs, once more than before."""
         self.number += 1
@@ -150,12 +144,13 @@ class Row(NamedTuple):
 # --- actions
 
 
-def send(task: Any = event_tasks.noted, how: str = "succeed", *more: Any, **options: Any) -> Action:
-    """Send a task."""
+def send(task: Any = event_tasks.noted, how: str = "succeed", **options: Any) -> Action:
+    """Send a task, while the worker can't take it."""
 
     def action(scene: Scene) -> None:
         scene.task = task
-        scene.send(how, *more, **options)
+        scene.worker.pause()
+        scene.result = task.apply_async((scene.room.path, how), queue=scene.queue, **options)
 
     return action
 
@@ -233,7 +228,7 @@ def revoke_then_send(scene: Scene) -> None:
     """Revoke an id, then send a task with it."""
     task_id = uuid.uuid4().hex
     tell_workers("revoke", task_id, reply=True, limit=1)
-    scene.send("succeed", task_id=task_id)
+    send(task_id=task_id)(scene)
 
 
 def revoke_waiting(scene: Scene) -> None:

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from django_celery_safe.sending import housekeeping
+from django_celery_safe.sending import housekeeping, sender
 from django_celery_safe.sending import relay as relaying
 from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
@@ -26,7 +26,7 @@ def relay(plan: Plan, witness: Witness, role: str, place: int, point: str | None
 
 
 def hurry() -> None:
-    """Shorten all times of a relay, and keep their order."""
+    """Shorten all times of a relay, and the grace of a sender, and keep their order."""
     shorter = {
         "LEASE": LEASE,
         "LONGEST_WAIT": LONGEST_WAIT,
@@ -37,7 +37,8 @@ def hurry() -> None:
         "LONGEST_PAUSE": 0.5,
     }
     turns = {"MINUTE": 0.5, "AGAIN": 0.1}
-    for module, values in ((relaying, shorter), (housekeeping, turns)):
+    grace = {"GRACE": 1.0}
+    for module, values in ((relaying, shorter), (housekeeping, turns), (sender, grace)):
         for name, value in values.items():
             assert hasattr(module, name)
             setattr(module, name, value)

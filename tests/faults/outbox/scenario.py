@@ -10,7 +10,8 @@ from tests.faults.outbox import broken, work
 from tests.faults.outbox.nemesis import Troublemaker
 from tests.faults.outbox.oracle import History
 from tests.faults.outbox.plan import Plan, Witness
-from tests.processes import Journal, wait_for
+from tests.faults.scenario import Stillness
+from tests.processes import wait_for
 from tests.servers import RedisServer
 
 #: Pause between two looks at the processes, s.
@@ -72,18 +73,10 @@ def run_tasks(plan: Plan, witness: Witness, lab: Lab, wanted: set[str]) -> None:
     lab.start(send_end).result(30)
     # It is the last message of the queue, and a worker takes them in order.
     wait_for(lambda: journal.count("end"), LONGEST_RUN, "the last message never came")
-    while not wanted <= set(journal.tally("name", "greeted")) and grows(journal, plan.quiet):
-        pass
+    still = Stillness(journal, plan.at_most)
+    while not wanted <= set(journal.tally("name", "greeted")) and still.seconds() < plan.quiet:
+        time.sleep(LOOK)
     worker.stop()
-
-
-def grows(journal: Journal, seconds: float) -> bool:
-    """Wait for something new; return whether it came."""
-    number = journal.count()
-    try:
-        return wait_for(lambda: journal.count() > number, seconds)
-    except TimeoutError:
-        return False
 
 
 def send_end() -> None:

@@ -12,18 +12,15 @@ from celery import chain, chord, group
 from django.db import connections, transaction
 
 from django_celery_safe import send_on_commit
-from django_celery_safe.sending import sender
 from tests.app.models import Person
 from tests.faults.outbox import broken, work
 from tests.faults.outbox.plan import RELAY, Plan, Witness
 from tests.faults.outbox.points import lay
+from tests.faults.outbox.relaying import hurry
 from tests.faults.scenario import enter
 
 #: Threads, so that transactions overlap and commit in another order than they began.
 THREADS = 2
-
-#: How long a relay leaves a new row alone, beyond the time for sending it, s.
-GRACE = 1.0
 
 
 class RolledBack(Exception):
@@ -33,8 +30,7 @@ class RolledBack(Exception):
 def send(plan: Plan, witness: Witness, role: str, place: int, point: str | None, hit: int) -> None:
     """Run one transaction after the other until told to end, or killed."""
     enter()
-    assert hasattr(sender, "GRACE")
-    sender.GRACE = GRACE  # type: ignore[misc]
+    hurry()
     lay(role, point, hit, witness)
     # Each sender has every n-th number, and never one again.
     step = sum(role != RELAY for role in plan.roles)
