@@ -114,8 +114,7 @@ def staged(*executions: stages.Execution, **changes: Any) -> Any:
         },
         messages=Counter("ab"),
         successes=Counter("ab"),
-        kills=Counter({"children": 1, "inside": 1}),
-        again=1,
+        harms=Counter(["children killed", "killed inside a step", "again"]),
     )
     for one in executions or (ONE, TWO):
         history.executions[one.step].append(one)
@@ -194,7 +193,7 @@ BAD: dict[str, dict[str, Any]] = {
         "needless executions": staged(AGAIN, ONE, TWO, killed={6: 4}),
         "two at once": staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: 15}),
         "leftovers": staged(left=["a task"]),
-        "too little": staged(again=0),
+        "too little": staged(harms=Counter()),
     },
     "carried": {
         "lost tasks": carry(BEFORE, killed={6: [5]}, ends={}),

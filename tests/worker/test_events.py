@@ -259,8 +259,7 @@ def kill_worker(scene: Scene) -> None:
 def let_another_take_over(scene: Scene) -> None:
     """Let the stage's worker take what the scene's own leaves, and wait for the run."""
     scene.worker = scene.stage
-    tell_workers("add_consumer", scene.queue, reply=True, limit=1)
-    scene.begin()
+    take_again(scene)
 
 
 def kill_worker_for_another(scene: Scene) -> None:
