@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Under CI=true a test whose server is missing fails instead of being skipped.
 export CI=true PIP_DISABLE_PIP_VERSION_CHECK=1
 unset VIRTUAL_ENV PYTHONPATH DJANGO_SETTINGS_MODULE PYTEST_ADDOPTS
-unset SAFE_TEST_PROGRAMS SAFE_TEST_SETTINGS REDIS_URL DATABASE_URL CELERY_BROKER_URL
+unset SAFE_TEST_SETTINGS REDIS_URL DATABASE_URL CELERY_BROKER_URL
 
 mkdir -p "${CI_REPORTS:=$PWD/.ci/reports}"
 reports=$(cd "$CI_REPORTS" && pwd)

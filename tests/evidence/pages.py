@@ -118,7 +118,6 @@ def is_count(name: str) -> bool:
 
 def command_of(result: Mapping[str, Any]) -> str:
     """Return a scenario with the options that differ between its runs."""
-    options = ("--broker", "--database", "--guarantee", "--limit", "--nemesis", "--store",
-               "--tasks-kind")  # fmt: skip
+    options = ("--broker", "--database", "--limit", "--nemesis", "--store")
     given = [f"{name} {result[name]}" for name in options if name in result]
     return " ".join((result["scenario"], *given))

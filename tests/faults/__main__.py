@@ -1,8 +1,7 @@
 """
 Runs scenarios in which processes and servers fail, and lets their oracles check what happened.
 
-A scenario's own options follow its name:
-``python -m tests.faults locks --nemesis restart outbox --broken last-id --seed 3``.
+A scenario's own options follow its name: ``python -m tests.faults outbox --broken last-id``.
 The exit status is 0 if all promises were kept, or the deliberate fault was found; 1 if not; and 2
 if a run could not be done. All servers are private and started for the run.
 
@@ -18,7 +17,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +70,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scen
         scenario.add_options(names.add_parser(name, parents=[common], help=scenario.summary))
     every = names.add_parser(ALL, parents=[common], help="all of them, and all deliberate faults")
     every.add_argument("--form", choices=FORMS, default="long", help="default: %(default)s")
-    options, rest = common.parse_known_args(arguments)
-    starts = [place for place, word in enumerate(rest) if word in {*known, ALL}] or [0]
-    runs = [rest[begin:end] for begin, end in pairwise([*starts, None])]
+    options = parser.parse_args(arguments)
     chosen = []
-    while runs:
-        each = parser.parse_args([*runs.pop(0), "--seed", str(options.seed)])
-        if each.name == ALL:
-            runs += commands(each.form, known)
-            continue
-        given = {name: value for name, value in vars(each).items() if name not in OTHERS}
-        plan = known[each.name].plan(**given)
-        if (objection := plan.objection()) is not None:
-            parser.error(objection)
-        chosen.append((known[each.name], plan))
+    for each in commands(options.form, known) if options.name == ALL else [arguments]:
+        run = vars(parser.parse_args([*each, "--seed", str(options.seed)]))
+        given = {name: value for name, value in run.items() if name not in OTHERS}
+        chosen.append((known[run["name"]], known[run["name"]].plan(**given)))
     return options, chosen
 
 

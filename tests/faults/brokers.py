@@ -36,25 +36,17 @@ class RedisBroker:
     Args:
         server: Empty.
         visibility_timeout: After so many seconds it redelivers; None: kombu's default.
-        silence: Longest wait of clients for an answer, s; None: without an end.
     """
 
-    def __init__(
-        self,
-        server: RedisServer,
-        visibility_timeout: float | None = None,
-        silence: float | None = None,
-    ) -> None:
+    def __init__(self, server: RedisServer, visibility_timeout: float | None = None) -> None:
         self.server = server
-        self._options: dict[str, float] = {}
+        self._options = {"socket_timeout": SILENCE, "socket_connect_timeout": SILENCE}
         if visibility_timeout is not None:
-            self._options = {
+            self._options |= {
                 "visibility_timeout": visibility_timeout,
                 "unacked_restore_interval": 0.5,
                 "unacked_restore_throttle": 1,
             }
-        if silence is not None:
-            self._options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), silence)
 
     def settings(self) -> dict[str, Any]:
         """Return the Django settings of its clients."""
@@ -69,7 +61,7 @@ class RedisBroker:
 
     def waiting(self) -> int:
         """Return how many messages it has, given out or not."""
-        return len(self.messages())
+        return len(self.headers())
 
     def idle_workers(self) -> int:
         """Return how many workers wait for a message, and have taken none just now."""
@@ -87,12 +79,12 @@ class RedisBroker:
             its = [one for one in clients if int(one["addr"].rpartition(":")[2]) in ports]
             return any(admin.client_unblock(client) for client in _idle(its))
 
-    def messages(self) -> list[str]:
-        """Return the ids of all messages, given out or not."""
+    def headers(self) -> list[dict[str, Any]]:
+        """Return the headers of all messages, given out or not."""
         _, waiting, given_out = self._look()
         messages = [json.loads(text) for text in waiting]
         messages += [json.loads(text)[0] for text in given_out]
-        return sorted(message["headers"]["id"] for message in messages)
+        return [message["headers"] for message in messages]
 
     def is_drained(self, workers: int) -> bool:
         """Return whether there is no message, and all workers wait for one."""

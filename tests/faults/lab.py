@@ -1,15 +1,15 @@
 """The place of one run: its folder, servers and databases, and the processes that it starts."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from tests.faults.brokers import SILENCE, Broker, LastingRedis, RabbitMQBroker, RedisBroker
+from tests.faults.brokers import Broker, LastingRedis, RabbitMQBroker, RedisBroker
 from tests.processes import CeleryWorker, FunctionProcess, start_in_process
+from tests.processes.worker import start_together
 from tests.servers import RabbitMQServer, RedisServer, Server
 
 #: Messages for each child that a worker may hold: so many that it always waits for one more,
@@ -51,7 +51,7 @@ class Lab(ExitStack):
         self.server = find_server
         self.database = make_database
         #: Django settings of all processes of the run, on top of those of this one.
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {"TEST_WITNESS": str(folder)}
 
     def make_broker(
         self, name: str, *, lasting: bool = False, visibility_timeout: float | None = None
@@ -60,7 +60,7 @@ class Lab(ExitStack):
         if name == "rabbitmq":
             return RabbitMQBroker(self.server(RabbitMQServer))
         server = self.server(LastingRedis if lasting else RedisServer)
-        return RedisBroker(server, visibility_timeout, SILENCE)
+        return RedisBroker(server, visibility_timeout)
 
     def configure(self, alias: str, broker: Broker, ours: Mapping[str, Any]) -> None:
         """
@@ -75,7 +75,6 @@ class Lab(ExitStack):
             "CELERY_TASK_IGNORE_RESULT": True,
             "CELERY_WORKER_LOST_WAIT": LOST_WAIT,
             "DJANGO_CELERY_SAFE": dict(ours),
-            "TEST_WITNESS": str(self.folder),
             **broker.settings(),
         }
 
@@ -115,6 +114,5 @@ class Lab(ExitStack):
         ]
         for worker in workers:
             self.push(worker)
-        with ThreadPoolExecutor(plan.workers) as starters:
-            list(starters.map(CeleryWorker.start, workers))
+        start_together(workers)
         return workers

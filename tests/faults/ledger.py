@@ -118,19 +118,15 @@ class Ledger:
         values = f"'{what}', %s, {moment}, NULL, NULL"
         self._execute(f"INSERT INTO faults_ledger VALUES ({values})", task_id)
 
-    def count(self, what: str) -> int:
-        """Return how often this was noted."""
-        ((number,),) = self._execute("SELECT count(*) FROM faults_ledger WHERE what = %s", what)
+    def count(self, what: str, task_id: str = "%") -> int:
+        """Return how often this was noted, of one task or of all."""
+        query = "SELECT count(*) FROM faults_ledger WHERE what = %s AND task_id LIKE %s"
+        ((number,),) = self._execute(query, what, task_id)
         return int(number)
 
     def tally(self, what: str) -> Counter[str]:
         """Return how often it was noted of each task id."""
         return Counter(note.task_id for note in self.read() if note.what == what)
-
-    def has(self, what: str, task_id: str) -> bool:
-        """Return whether this was noted of a task."""
-        query = "SELECT 1 FROM faults_ledger WHERE what = %s AND task_id = %s"
-        return bool(self._execute(query, what, task_id))
 
     def read(self) -> Iterator[Note]:
         """Yield all notes, in the order of their moments."""

@@ -53,8 +53,8 @@ class Oracle(Generic[HistoryType]):
 def scarce(counts: Mapping[str, float], wanted: Mapping[str, float]) -> Iterator[str]:
     """Yield a text for each thing that happened less often than it is wanted."""
     for name, number in wanted.items():
-        if counts[name] < number:
-            yield f"{name}: {counts[name]:g}, and {number:g} are wanted."
+        if (found := counts.get(name, 0)) < number:
+            yield f"{name}: {found:g}, and {number:g} are wanted."
 
 
 def percentiles(name: str, values: list[float]) -> dict[str, float]:

@@ -50,10 +50,6 @@ class AnyPlan:
         """Return the fields that the command line can set, by their names."""
         return {each.name: each for each in fields(cls) if "help" in each.metadata}
 
-    def objection(self) -> str | None:
-        """Return why a run of this plan would prove nothing; None: it can be run."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersPlan(AnyPlan):
@@ -154,7 +150,7 @@ class Stillness:
     def __init__(self, journal: Journal, at_most: float) -> None:
         self._path, self._at_most = journal.path, at_most
         self._ends_at = time.monotonic() + at_most
-        self._seen, self.since = -1, time.monotonic()
+        self._seen, self._since = -1, time.monotonic()
 
     def seconds(self) -> float:
         """
@@ -165,10 +161,15 @@ class Stillness:
         """
         seen, now = self._path.stat().st_size if self._path.exists() else 0, time.monotonic()
         if seen != self._seen:
-            self._seen, self.since = seen, now
+            self._seen, self._since = seen, now
         if now > self._ends_at:
             raise TimeoutError(f"After {self._at_most:g} s there is no end.")
-        return now - self.since
+        return now - self._since
+
+    def is_over(self, plan: Any, is_any_left: Callable[[], bool]) -> bool:
+        """Return whether nothing is left and nothing moves, or nothing has moved for long."""
+        seconds = self.seconds()
+        return seconds > plan.patience or (seconds > plan.quiet and not is_any_left())
 
 
 def draw_duration(chance: random.Random, durations: Mapping[float, int]) -> float:

@@ -114,8 +114,7 @@ def staged(*executions: stages.Execution, **changes: Any) -> Any:
         },
         messages=Counter("ab"),
         successes=Counter("ab"),
-        kills=Counter({"children": 1, "inside": 1}),
-        again=1,
+        harms=Counter(["children killed", "killed inside a step", "again"]),
     )
     for one in executions or (ONE, TWO):
         history.executions[one.step].append(one)
@@ -149,7 +148,7 @@ def carry(*runs: carried.Run, **changes: Any) -> Any:
 WALKED = resumable.History(
     resumable.Plan(child_kills=1, worker_kills=0, shutdowns=1),
     written=Counter({1: 3}),
-    harms=Counter(child=1, shutdown=1, inside=1),
+    harms=Counter(["children killed", "workers shut down", "killed inside a task"]),
     obeyed=[0.5],
 )
 
@@ -166,7 +165,7 @@ BAD: dict[str, dict[str, Any]] = {
         "too little": locks.History([], LocksPlan(processes=2, nemesis="restart")),
     },
     "tasks": {
-        "two at once": task(overlaps=[{"number": 2, "section": "key", "at_ns": 15}]),
+        "two at once": task(overlaps=[{"section": "key", "at_ns": 15}]),
         "lost tasks": task(runs=[tasks.Run("a", 11, 20, "retried")]),
         "undone work": task(sends=[*LATE, sent("c", 12, "start")]),
         "swallowed sends": task(sends=[sent("a", 0, "end"), sent("b", 23, "end", "a")]),
@@ -194,7 +193,7 @@ BAD: dict[str, dict[str, Any]] = {
         "needless executions": staged(AGAIN, ONE, TWO, killed={6: 4}),
         "two at once": staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: 15}),
         "leftovers": staged(left=["a task"]),
-        "too little": staged(again=0),
+        "too little": staged(harms=Counter()),
     },
     "carried": {
         "lost tasks": carry(BEFORE, killed={6: [5]}, ends={}),

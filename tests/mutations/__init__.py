@@ -61,16 +61,6 @@ class Mutation(NamedTuple):
         Raises:
             LookupError: The place is gone, or does not have the old text exactly once.
         """
-        before, place, after = self._split(source)
-        return before + place.replace(self.old, self.new) + after
-
-    def find_lines(self, source: str) -> range:
-        """Return the numbers of the lines that the fault changes, as :meth:`apply` does."""
-        before, place, _ = self._split(source)
-        first = before.count("\n") + place.partition(self.old)[0].count("\n") + 1
-        return range(first, first + self.old.count("\n") + 1)
-
-    def _split(self, source: str) -> tuple[str, str, str]:
         name = self.where.partition(":")[2]
         lines = source.splitlines(keepends=True)
         if self.path.suffix == ".sql":
@@ -81,27 +71,26 @@ class Mutation(NamedTuple):
         place = "".join(lines[first - 1 : last])
         if place.count(self.old) != 1:
             raise LookupError(f"{self.where} has {place.count(self.old)} times: {self.old!r}")
-        return "".join(lines[: first - 1]), place, "".join(lines[last:])
+        return "".join([*lines[: first - 1], place.replace(self.old, self.new), *lines[last:]])
 
 
 def read(text: str) -> dict[str, list[Mutation]]:
     """
     Return the mutations of each room, which stands in brackets above them.
 
-    A mutation is its place and its fault, which may go on in indented lines, and then, as in a
-    patch, the lines that are there once behind ``-``, and those that replace them behind ``+``.
+    A mutation is its place and its fault in one line, and then, as in a patch, the lines that are
+    there once behind ``-``, and those that replace them behind ``+``.
     """
     rooms: dict[str, list[Mutation]] = {}
     for line in text.strip().splitlines():
         kind, rest = line[0], line[1:]
         if kind == "[":
             found = rooms[rest.rstrip("]")] = []
-        elif kind in " -+":
+        elif kind in "-+":
             one = found.pop()
-            name = {" ": "breaks", "-": "old", "+": "new"}[kind]
+            name = {"-": "old", "+": "new"}[kind]
             before = getattr(one, name)
-            more = f"{before}\n{rest}" if before and kind != " " else before + rest
-            found.append(one._replace(**{name: more}))
+            found.append(one._replace(**{name: f"{before}\n{rest}" if before else rest}))
         else:
             where, _, breaks = line.partition(": ")
             found.append(Mutation(where, "", "", breaks))

@@ -5,16 +5,12 @@ A mutation is caught if a test fails that passes without it. ``outcomes.txt`` ha
 each: the test that caught it, which is tried first the next time, or ``SURVIVED``. ``python -m
 tests.mutations`` ends with 1 if a mutation survives that did not before. ``--room`` and
 ``--match`` choose some of them; ``--check`` only applies them; ``--save`` writes the file.
-
-``--coverage FILE`` tries the tests first that run a changed line. The file comes from
-``python -m pytest --cov --cov-context=test``, of the same code.
 """
 
 import argparse
 import ast
 import os
 import queue
-import random
 import re
 import shutil
 import subprocess
@@ -24,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 from . import TESTS, Mutation, read
 from .faults import FAULTS
@@ -38,9 +34,6 @@ SURVIVED: Final = "SURVIVED"
 LONGEST: Final = 1800
 #: What a landing runs, the cheapest first.
 RUNS: Final = (["-m", "not long"], ["-m", "sql", "--db", "postgres"], ["-m", "long"])
-#: How many of the tests that run a changed line are tried first, and at all.
-CANDIDATES: Final = 60
-MOST: Final = 2000
 #: How many times a test must have failed in the run of its room, if it passes alone.
 TIMES: Final = 2
 
@@ -80,7 +73,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--room", action="append", choices=MUTATIONS, help="may be repeated")
     parser.add_argument("--match", default="", help="a part of a place or of what it breaks")
     parser.add_argument("--check", action="store_true", help="apply them, and run no test")
-    parser.add_argument("--coverage", metavar="FILE", help="what each test runs")
     parser.add_argument("--save", action="store_true", help="write outcomes.txt")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time; 1 by default")
     parser.add_argument("-n", "--processes", default="2", help="as for pytest; 2 by default")
@@ -97,12 +89,6 @@ class Lab:
             self.copies.put(_copy_project(folder / str(number)))
         self.whole = _copy_project(folder / "whole")
         self.passes = cache(lambda test: not self._run(self.whole, [test]))
-        self.covered: Any = None
-        if options.coverage:
-            from coverage import CoverageData
-
-            self.covered = CoverageData(options.coverage)
-            self.covered.read()
 
     def judge(self, room: str, one: Mutation, known: dict[str, str]) -> tuple[str, str]:
         """Return the name of a mutation, and the test that catches it or ``SURVIVED``."""
@@ -112,49 +98,33 @@ class Lab:
         source = path.read_text()
         path.write_text(one.apply(source))
         try:
-            first = [known[name]] if known.get(name, SURVIVED) != SURVIVED else []
-            outcome = self._find_killer(copy, room, first, self._find_candidates(room, one, source))
+            outcome = self._find_killer(copy, room, known.get(name, SURVIVED))
         finally:
             path.write_text(source)
             self.copies.put(copy)
         print(f"{time.monotonic() - began:5.0f} s  {name}\n         {outcome}", flush=True)
         return name, outcome
 
-    def _find_candidates(self, room: str, one: Mutation, source: str) -> list[str]:
-        """Return tests that run a line of the fault; those of its room, if there are enough."""
-        if self.covered is None:
-            return []
-        by_line = self.covered.contexts_by_lineno(str(ROOT / PACKAGE / one.path))
-        lines = one.find_lines(source)
-        contexts = {context for line in lines for context in by_line.get(line, ())}
-        tests = {context.removesuffix("|run") for context in contexts if context.endswith("|run")}
-        own = tuple(TESTS[room].split())
-        mixed = random.sample(sorted(tests), len(tests))
-        return sorted(mixed, key=lambda test: not test.startswith(own))
-
-    def _find_killer(self, copy: Path, room: str, known: list[str], candidates: list[str]) -> str:
-        first = [one for one in known if (copy / one.partition("::")[0]).exists()]
-        for test in first:
-            if self._run(copy, [test]) and self.passes(test):
-                return test
-        own = TESTS[room].split()
-        runs = [[*selection, *own] for selection in RUNS]
-        if candidates:
-            # The room's own tests follow: what a child process runs has no context.
-            runs[:0] = filter(None, [candidates[:CANDIDATES], candidates[CANDIDATES:MOST]])
-        for selection in runs:
+    def _find_killer(self, copy: Path, room: str, known: str) -> str:
+        if (copy / known.partition("::")[0]).exists() and self._catches(copy, known):
+            return known
+        for selection in RUNS:
             left_out: list[str] = []
             for _ in range(TIMES):
-                command = ["-x", *selection, *left_out]
+                command = ["-x", *selection, *TESTS[room].split(), *left_out]
                 failed = self._run(copy, [*self.side_by_side, *command])
                 if not failed:
                     break
                 for test in failed:
                     # Alone, too: another test may have been at fault, or the load.
-                    if self._run(copy, [test]) and self.passes(test):
+                    if self._catches(copy, test):
                         return test
                     left_out += ["--deselect", test]
         return SURVIVED
+
+    def _catches(self, copy: Path, test: str) -> bool:
+        """Return whether a test fails with the fault, and passes without it."""
+        return bool(self._run(copy, [test])) and self.passes(test)
 
     def _run(self, copy: Path, arguments: list[str]) -> list[str]:
         """Run tests; return those that failed, or the first that was asked for if none began."""

@@ -9,8 +9,7 @@ FAULTS = r"""
 leases.lease:Lease.remaining: a forked child believes that it holds its parent's lock
 -self.lost or self.pid != process.pid
 +self.lost
-leases.lease:Lease.remaining: a holder trusts a lease in memcached up to a second longer than the
-  server
+leases.lease:Lease.remaining: a holder trusts a lease in memcached beyond its end
 - - self.store.early
 leases.lease:Lease.began: a lease is trusted from the answer on, not from the request
 -self.asked_at = asked_at
@@ -21,8 +20,7 @@ leases.lease:RENEW_AFTER: a lease is renewed only when it is over
 leases.lease:Lease.find_end: the lock of a thread that ended is renewed for ever
 -self.thread() is None:
 +False:
-leases.renewer:Lane._take_due: the lock of a task that ended without releasing it is renewed for
-  ever
+leases.renewer:Lane._take_due: the lock of a task that ended unreleased is renewed for ever
 -(end := lease.find_end()) is None:
 +(end := None) is None:
 leases.renewer:Lane._renew: a holder never hears that its lease was lost
@@ -42,8 +40,7 @@ leases.claim:Claim.end_by: work whose end was recorded is reported as lost if th
 leases.claim:Claim.ask: after a restart of the database no outcome can be recorded
 -connection.close()
 +pass
-leases.claim:Claim.check_committed: work that was finished in a transaction that was rolled back
-  counts as done
+leases.claim:Claim.check_committed: work that a rollback undid counts as done
 -if not self.is_done():
 +if False:
 leases.claim:Claim.prepare: work begins inside a transaction, where no other process sees its claim
@@ -56,22 +53,19 @@ leases.claim:Claim.check_unfinished: a forked child finishes its parent's work
 locks.stores.redis_scripts:RELEASE: a release frees the lock of the next holder
 -if not value or string.sub(value, 1, 32) ~= ARGV[1] then
 +if not value then
-locks.stores.redis_scripts:EXTEND: a renewal extends another holder's lock and believes that it is
-  ours
+locks.stores.redis_scripts:EXTEND: a renewal extends the lock of another holder
 -and string.sub(value, 1, 32) == token then
 +then
 locks.stores.redis_scripts:ACQUIRE: two processes hold one lock
 -ARGV[2], 'NX') then
 +ARGV[2]) then
-locks.stores.redis_scripts:ACQUIRE: a fence is smaller than an earlier one after the server's
-  clock was set back
+locks.stores.redis_scripts:ACQUIRE: a fence falls when the server's clock was set back
 -if last and last >= fence then
 +if false then
-locks.stores.redis_scripts:ACQUIRE: a message that is delivered twice takes two places of a limit
+locks.stores.redis_scripts:ACQUIRE: a redelivered message takes two places of a limit
 -elseif in_text and
 +elseif false and
-locks.stores.redis:RedisStore.release_along: a release whose answer was lost is reported as a lost
-  lock
+locks.stores.redis:RedisStore.release_along: a release without an answer is reported as a lost lock
 -or (is_repeat and remaining is not None and remaining > 0)
 locks.stores.redis:RedisStore._run: no lock works after a SCRIPT FLUSH
 -("EVAL", script.source, number
@@ -91,26 +85,21 @@ queries.sql:free_lock: a release in a database frees the lock of the next holder
 - AND token = :token
 queries.sql:take_lock: a lock in a database is taken although it is held
 -WHERE django_celery_safe_databaselock.ends_at_us <= MICROS
-queries.sql:take_lock: a fence in a database is smaller than an earlier one after the clock was set
-  back
+queries.sql:take_lock: a fence in a database falls when the clock was set back
 -GREATEST(django_celery_safe_databaselock.fence + 1, excluded.fence)
 +excluded.fence
-locks.stores.database:DatabaseStore._take_any_place: a message that is delivered twice at once takes
-  two places of a database's lock
+locks.stores.database:DatabaseStore._take_any_place: a redelivered message takes two places
 -if not self._has_twin(names, request):
 +if True:
-locks.stores.database:DatabaseStore.errors: a lock is taken inside a transaction that hides it from
-  all others
+locks.stores.database:DatabaseStore.errors: a lock is taken inside a transaction that hides it
 -if is_transaction_open(self.alias):
 +if False:
-locks.stores.memcached:MemcachedStore._replace: a release in memcached frees the lock of the next
-  holder
+locks.stores.memcached:MemcachedStore._replace: a release in memcached frees another holder's lock
 -if found is None or not found.startswith(token.encode()):
 +if found is None:
 locks.stores.memcached:_expiry: a lease in memcached ends up to a second early
 - + TICK
-locks.stores.portable:PortableStore.release: a late release in a plain cache deletes the next
-  holder's lock
+locks.stores.portable:PortableStore.release: a late release deletes the next holder's lock
 -if remaining is None or remaining > NO_DELETE:
 +if True:
 locks.stores.local:_Memory.find: a release in local memory frees the lock of the next holder
@@ -141,8 +130,7 @@ concurrency.keys:encode: calls with other arguments share a lock
 concurrency.keys:call_key: the sender and the worker compute different keys for one call
 -call.arguments[name] = to_wire(value, serializer)
 +call.arguments[name] = value
-concurrency.guard:Run._is_held_by_own: a message that meets the lock of its own killed run is
-  skipped, and lost
+concurrency.guard:Run._is_held_by_own: a message that meets its own killed run's lock is lost
 -contender.holder.task_id == own
 +False
 concurrency.guard:Run._step_aside: on_conflict="retry" drops the task
@@ -157,12 +145,10 @@ concurrency.guard:Run._step_aside: a direct call that must raise on a conflict i
 concurrency.sent:SentLock._begin_run: with unique_until="start" a send during the run is refused
 -self.move(0)
 +pass
-concurrency.sent:SentLock.end_run: a lock of a send that the store could not free along stays until
-  its lease ends
+concurrency.sent:SentLock.end_run: a send's lock that was not freed along stays for its lease
 -lock.along is not self.freed
 +True
-concurrency.guard:Run.run_and_settle: with unique_until="end" the same task can be sent again while
-  it runs
+concurrency.guard:Run.run_and_settle: with unique_until="end" a task can be sent while it runs
 -0.0 if self.options.unique_until == "start" else math.inf
 +0.0
 concurrency.sent:SentLock.after: a unique task can't be sent again after it has ended
@@ -208,8 +194,7 @@ delivery.copies:_send: a message that waits beyond the visibility timeout multip
 concurrency.guard:_run: a run longer than the visibility timeout is followed by another, for ever
 -if "copy" in header or (message.delivery_info or {}).get("redelivered"):
 +if False:
-delivery.copies:run_and_mark: a copy that is to replace a run that gave up is dropped, and the work
-  is lost
+delivery.copies:run_and_mark: a copy that replaces a run that gave up is dropped
 -if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):
 +if True:
 delivery.copies:_send: a message that can't be re-sent now is lost although the broker has it
@@ -239,8 +224,7 @@ sending.relay:ClaimedMessage.is_expired: a message that expired is sent again
 sending.relay:Relay._settle: what a relay could not send waits a minute for another one
 -record_sent(self._token, self._next)
 +record_sent(self._token, {k: n for k, n in self._next.items() if n != NOT_REACHED})
-sending.carried:_follow_death: a carried task whose process was killed waits for the end of its
-  lease
+sending.carried:_follow_death: a carried task of a killed process waits for its lease's end
 -.update(due_at=Now())
 sending.carried_run:Run.end: a finished task's recorded result is overwritten by its return value
 -"" if self.claim.is_finished else
@@ -254,8 +238,7 @@ sending.carried_run:claim_message: a carried task that runs already is run a sec
 sending.task:SafeTaskMixin._waits_for_commit: the next link of a carried chain is not carried
 -carried = outbox == UNTIL_DONE and ours.get("outbox") is None
 +carried = False
-sending.task:SafeTaskMixin.retry: a retry inside a transaction is held back and dropped by the
-  rollback
+sending.task:SafeTaskMixin.retry: a rollback drops a retry that was sent in its transaction
 -resending(self.request.id,
 +resending('other',
 sending.capture:capture: every later send of the process is swallowed
@@ -265,8 +248,7 @@ sending.capture:capture: every later send of the process is swallowed
 queries.sql:claim_record: two processes do the work of one key
 -(state = 'running' AND ends_at < NOW)
 +state = 'running'
-idempotency.records:RecordClaim._read: a key that is used for other arguments returns the wrong
-  result
+idempotency.records:RecordClaim._read: a key used for other arguments returns its result
 -if self._digest and row.digest and self._digest != row.digest:
 +if False:
 idempotency.records:RecordClaim._read: a result that could not be stored is returned as None
@@ -291,8 +273,7 @@ stages.engine:fail: the rest of a run goes on after a step has failed
 stages.engine:fail: a run stands still whose last step's process was killed after that had succeeded
 -go_on(store, active)
 +pass
-stages.engine:stop: relays send the messages of aborted steps for ever where no worker knows their
-  task
+stages.engine:stop: relays send for ever what aborted steps left
 -drop_messages(store, waiting.filter(stage=run.stage))
 +pass
 stages.engine:start: a second run with a key fails with IntegrityError instead of AlreadyStarted
@@ -301,15 +282,13 @@ stages.engine:start: a second run with a key fails with IntegrityError instead o
 stages.engine:_restart: a process that stood still ends a step that was resumed meanwhile
 -drop_messages(store, rows, claimed=True)
 +pass
-stages.follower:StepFollower.begin: a step that has succeeded is called again when its message comes
-  back
+stages.follower:StepFollower.begin: a succeeded step whose message returns is called
 -if found.status != Status.RUNNING:
 +if False:
 stages.follower:StepFollower.begin: a step of an aborted run is run
 -if found.run_status in Status.STOPPED:
 +if False:
-stages.follower:StepFollower.wait: an attempt that lost its step puts it back under the one that has
-  it
+stages.follower:StepFollower.wait: an attempt that lost its step puts it back for the winner
 -self._row().held(*held)
 +self._row()
 stages.engine:succeed: an attempt that lost its step ends it under the one that has it
@@ -349,8 +328,7 @@ models.message_states:OutboxMessages.due: the newest messages are sent first
 +.order_by("-due_at", "pk")
 queries.sql:end_message: a run that lost its claim ends the row of the run that has it
 - AND token = :token
-models.message_states:OutboxMessages.fail_task: a run that lost its claim fails the row of the run
-  that has it
+models.message_states:OutboxMessages.fail_task: a run that lost its claim fails the row of another
 -self.claimed(token).update(**sets, **kept)
 +self.update(**sets, **kept)
 models.message_states:OutboxMessages.discardable: an operator discards a message whose task runs
@@ -381,8 +359,7 @@ resuming.checkpoints:record: a task goes on at the place of a key inside it
 resuming.checkpoints:record: a task that kills its processes at one place is run for ever
 -moved = text != claim.place
 +moved = True
-resuming.checkpoints:hand_over_if_told: a task that catches all errors counts as done when it was
-  handed over
+resuming.checkpoints:hand_over_if_told: a task that catches all errors is done when handed over
 -one.handed_over = HandedOver
 +raise HandedOver
 queries.sql:move_messages: a long task that dies now and then is given up although it goes on

@@ -11,18 +11,17 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Barrier
 from operator import attrgetter
 from threading import BrokenBarrierError
-from typing import Any
+from typing import Any, Self
 
 import django
 import psutil
@@ -45,8 +44,8 @@ class FunctionProcess:
     """
     A function that runs in a process of its own.
 
-    Made by ``start_in_process``. The function may ``tell`` values, which
-    ``receive`` returns in order; what it returns is the ``result``.
+    Made by ``start_in_process``, and closed with its block. The function may ``tell`` values,
+    which ``receive`` returns in order; what it returns is the ``result``.
     """
 
     def __init__(self, process: ForkServerProcess, pipe: "Connection[Any, Any]") -> None:
@@ -88,11 +87,11 @@ class FunctionProcess:
 
     def pause(self) -> None:
         """Stop the process with SIGSTOP: it lives, but does nothing."""
-        self._handle.send_signal(signal.SIGSTOP)
+        self._handle.suspend()
 
     def resume(self) -> None:
         """Let the process go on after ``pause``."""
-        self._handle.send_signal(signal.SIGCONT)
+        self._handle.resume()
 
     def close(self) -> None:
         """End the process if it still runs, and leave nothing of it."""
@@ -101,6 +100,12 @@ class FunctionProcess:
         self.process.join()
         self.process.close()
         self.pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _next(self, wanted: str, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
@@ -123,17 +128,14 @@ class FunctionProcess:
                 raise FunctionFailed(f"Process {self.pid} returned and {wanted} nothing.")
 
 
-@contextmanager
 def start_in_process(
     function: Callable[..., Any],
     *args: Any,
     settings: Mapping[str, Any] | None = None,
     barrier: Barrier | None = None,
-) -> Iterator[FunctionProcess]:
+) -> FunctionProcess:
     """
-    Run a function in another process while the block runs.
-
-    A process that still runs when the block ends is killed.
+    Run a function in another process; if it still runs when the block ends, it is killed.
 
     Args:
         function: Found there by its module and name.
@@ -149,11 +151,7 @@ def start_in_process(
     )
     process.start()
     theirs.close()
-    running = FunctionProcess(process, ours)
-    try:
-        yield running
-    finally:
-        running.close()
+    return FunctionProcess(process, ours)
 
 
 def run_in_processes(

@@ -158,16 +158,11 @@ class KeptProcess:
         for member in family:
             self._signal(member, signal.SIGKILL)
         psutil.wait_procs(family, timeout=10)
-        if self._keeper is not None:
-            self._keeper.wait(10)
         self._forget()
 
     def _forget(self) -> None:
         if self._keeper is not None:
-            for pipe in (self._keeper.stdin, self._keeper.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self._keeper.wait(10)
+            self._keeper.communicate(timeout=10)
         self._keeper = None
         self._process = None
 

@@ -5,18 +5,16 @@ Both are found by their folder or path alone, so any process can take part: pass
 the object to ``run_in_processes``, or its path to a worker.
 """
 
+import fcntl
 import json
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 
 @dataclass(frozen=True)
@@ -61,46 +59,36 @@ class Journal:
 @dataclass(frozen=True)
 class Gauge:
     """
-    Counts how many processes are inside a critical section at once.
+    Sees whether two are inside a critical section at once.
 
-    A process that enters writes a file of its own and then counts the files. If two
-    stays overlap, the later process always sees the other's file, so no overlap is
-    missed. Files of dead processes do not count.
+    Who enters takes the kernel's lock of the section's file, which ends with the process. An entry
+    is not alone if somebody else has that lock.
     """
 
     folder: Path
 
     @contextmanager
-    def inside(self, section: str = "all") -> Iterator[int]:
-        """Stay in a section during the block; gives how many are in it, this one included."""
-        room = self.folder / section.encode().hex()
-        room.mkdir(parents=True, exist_ok=True)
-        ticket = room / f"{os.getpid()}.{uuid.uuid4().hex}"
-        os.close(os.open(ticket, os.O_CREAT | os.O_EXCL))
-        number = sum(1 for other in room.iterdir() if other == ticket or _is_alive(other))
-        self._journal.write("enter", section=section, number=number)
-        try:
-            yield number
-        finally:
-            ticket.unlink()
+    def inside(self, section: str = "all") -> Iterator[None]:
+        """Stay in a section during the block."""
+        journal = self._journal
+        with (self.folder / section.encode().hex()).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_alone = True
+            except BlockingIOError:
+                is_alone = False
+            journal.write("enter", section=section, is_alone=is_alone)
+            yield
 
     def entered(self) -> int:
         """Return how often sections were entered."""
         return self._journal.count("enter")
 
     def violations(self) -> list[dict[str, Any]]:
-        """Return every entry into a section in which somebody was already."""
-        return [entry for entry in self._journal.entries("enter") if entry["number"] > 1]
+        """Return the entries into a section in which somebody was already."""
+        return self._journal.entries("enter", is_alone=False)
 
     @property
     def _journal(self) -> Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         return Journal(self.folder / "entries.jsonl")
-
-
-def _is_alive(ticket: Path) -> bool:
-    try:
-        status = psutil.Process(int(ticket.name.partition(".")[0])).status()
-    except psutil.NoSuchProcess:
-        return False
-    return bool(status != psutil.STATUS_ZOMBIE)

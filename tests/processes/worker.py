@@ -9,6 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -125,6 +126,12 @@ class CeleryWorker(Started):
         if error[0] is not None:
             print(f"--- log of {self.name} ---\n{self.log}")
         super().__exit__(*error)
+
+
+def start_together(workers: Sequence[CeleryWorker]) -> None:
+    """Start workers at once, and wait until all of them take messages."""
+    with ThreadPoolExecutor(len(workers)) as starters:
+        list(starters.map(CeleryWorker.start, workers))
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

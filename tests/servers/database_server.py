@@ -1,6 +1,8 @@
 """The base of the private servers of databases."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from tests.processes.waiting import wait_for
@@ -26,6 +28,28 @@ class DatabaseServer(Server):
         super().stop()
 
     @abstractmethod
+    def connect(self, database: str = "") -> Any:
+        """
+        Return a connection in autocommit mode, to be closed by the caller.
+
+        Args:
+            database: Unset: what is there from the beginning.
+        """
+
+    def is_ready(self) -> bool:
+        """Whether it takes a connection."""
+        with closing(self.connect()):
+            return True
+
+    def ask(self, statement: str, params: Sequence[object] | None = None) -> list[Any]:
+        """Execute a statement by the session: to begin one costs ten queries; return its rows."""
+        if self._session is None:
+            self._session = self.connect()
+        with closing(self._session.cursor()) as cursor:
+            cursor.execute(statement, params)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    @abstractmethod
     def create_database(self, name: str, source: Any = None) -> None:
         """Make a database, as a copy from a ``source`` unless that is None."""
 
@@ -38,8 +62,8 @@ class DatabaseServer(Server):
         """Return what a migrated database is beside the rows of its tables."""
 
     @abstractmethod
-    def try_empty_database(self, name: str, shape: Any) -> bool:
-        """Remove what a test wrote into a migrated database; False if its shape is another."""
+    def empty_database(self, name: str) -> None:
+        """Remove what a test wrote into a migrated database, whose shape is as it was."""
 
     @abstractmethod
     def drop_database(self, name: str) -> None:

@@ -10,7 +10,7 @@ emptied.
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -137,8 +137,9 @@ class Databases:
         self.folder = folder
         self._templates: dict[DatabaseServer, Template] = {}
 
-    @contextmanager
-    def alias(self, kind: DatabaseKind, folder: Path, alias: str | None = None) -> Iterator[str]:
+    def alias(
+        self, kind: DatabaseKind, folder: Path, alias: str | None = None
+    ) -> AbstractContextManager[str]:
         """
         Have a migrated database during the block; gives its alias.
 
@@ -151,31 +152,29 @@ class Databases:
                 server; the message says who.
         """
         alias = alias or f"{kind}-{uuid.uuid4().hex[:8]}"
+        if kind == "pgbouncer":
+            return self._behind_pgbouncer(alias, folder)
         if kind == "postgres":
-            with self._copy_on(self.servers.get(PostgresServer), alias, postgres_settings):
-                yield alias
-        elif kind == "pgbouncer":
-            with (
-                self.alias("postgres", folder, f"behind-{alias}") as behind,
-                PgBouncerServer(self.servers.get(PostgresServer)) as bouncer,
-                registered(
-                    alias, pgbouncer_settings(bouncer, connections.settings[behind]["NAME"])
-                ),
-            ):
-                yield alias
-        elif kind.startswith("mariadb"):
+            return self._copy_on(self.servers.get(PostgresServer), alias, postgres_settings)
+        if kind.startswith("mariadb"):
             settings = partial(mariadb_settings, kind=kind)
-            with self._copy_on(self.servers.get(MariaDBServer), alias, settings):
-                yield alias
-        else:
-            path = self._copy_sqlite(kind, folder / f"{alias}.sqlite3")
-            with registered(alias, sqlite_settings(path, kind)):
-                yield alias
+            return self._copy_on(self.servers.get(MariaDBServer), alias, settings)
+        path = self._copy_sqlite(kind, folder / f"{alias}.sqlite3")
+        return registered(alias, sqlite_settings(path, kind))
+
+    @contextmanager
+    def _behind_pgbouncer(self, alias: str, folder: Path) -> Iterator[str]:
+        with (
+            self.alias("postgres", folder, f"behind-{alias}") as behind,
+            PgBouncerServer(self.servers.get(PostgresServer)) as bouncer,
+            registered(alias, pgbouncer_settings(bouncer, connections.settings[behind]["NAME"])),
+        ):
+            yield alias
 
     @contextmanager
     def _copy_on(
         self, server: DatabaseServer, alias: str, settings: Callable[[Any, str], dict[str, Any]]
-    ) -> Iterator[None]:
+    ) -> Iterator[str]:
         template = self._templates.get(server)
         if template is None:
             original = f"template_{uuid.uuid4().hex}"
@@ -190,10 +189,11 @@ class Databases:
             server.create_database(name, template.source)
         try:
             with registered(alias, settings(server, name)):
-                yield
+                yield alias
         finally:
             server.wait_until_unused(name)
-            if server.try_empty_database(name, template.shape):
+            if server.shape(name) == template.shape:
+                server.empty_database(name)
                 template.unused.append(name)
             else:  # The test changed a table, an index or a setting.
                 server.drop_database(name)
@@ -255,7 +255,7 @@ def migrate(database: dict[str, Any]) -> None:
 
 
 @contextmanager
-def registered(alias: str, database: dict[str, Any]) -> Iterator[None]:
+def registered(alias: str, database: dict[str, Any]) -> Iterator[str]:
     """Make a database known to Django during the block; this thread's connection ends with it."""
     databases = connections.settings
     assert alias not in databases, f"There is a database {alias!r} already."
@@ -263,7 +263,7 @@ def registered(alias: str, database: dict[str, Any]) -> Iterator[None]:
     filled = connections.configure_settings({DEFAULT_DB_ALIAS: {}, alias: dict(database)})
     databases[alias] = filled[alias]
     try:
-        yield
+        yield alias
     finally:
         connections[alias].close()
         del connections[alias]

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 
-from tests.servers.postgres import PostgresServer
+from tests.servers.postgres import PostgresServer, connect
 from tests.servers.server import Server
 
 #: Sessions that it keeps at the server for each database.
@@ -84,7 +84,4 @@ class PgBouncerServer(Server):
 
     def connect(self, database: str) -> "psycopg.Connection[Any]":
         """Return a connection in autocommit mode, to be closed by the caller."""
-        return psycopg.connect(
-            host=self.host, port=self.port, user="postgres", dbname=database,
-            autocommit=True, connect_timeout=5, prepare_threshold=None,
-        )  # fmt: skip
+        return connect(self, database)

@@ -1,7 +1,7 @@
 """Servers that start on first use and end together."""
 
 from contextlib import ExitStack
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from tests.servers.redis import RedisServer
 from tests.servers.server import Server
@@ -9,11 +9,11 @@ from tests.servers.server import Server
 AnyServer = TypeVar("AnyServer", bound=Server)
 
 
-class ServerPool:
+class ServerPool(ExitStack):
     """One server of each kind, started when first asked for and closed at the block's end."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self._servers: dict[type[Server], Any] = {}
 
     def get(self, kind: type[AnyServer]) -> AnyServer:
@@ -24,16 +24,10 @@ class ServerPool:
             ProgramNotFound: Its program is not on this machine.
         """
         if kind not in self._servers:
-            self._servers[kind] = self._stack.enter_context(kind())
+            self._servers[kind] = self.enter_context(kind())
         return self._servers[kind]
 
     @property
     def redis(self) -> RedisServer:
         """The Redis server."""
         return self.get(RedisServer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()

@@ -2,16 +2,14 @@
 
 import shutil
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psycopg
-from psycopg import sql
 
 from tests.servers.database_server import MIGRATED, DatabaseServer
 from tests.servers.programs import is_open_to_others
+from tests.servers.server import Server
 
 #: Quick for tests: nothing survives a crash of the machine, but what clients see
 #: of each other (commits, locks, isolation) is as ever.
@@ -52,12 +50,12 @@ SHAPE = """
 """
 
 #: Makes every other table that ever had a row new, and lets every identity begin anew.
-EMPTY = """
+EMPTY = f"""
     DO $$
     DECLARE used text;
     BEGIN
         SELECT string_agg(oid::regclass::text, ', ') INTO used FROM pg_class
-            WHERE relkind = 'r' AND oid >= 16384 AND relname <> ALL (ARRAY[{}])
+            WHERE relkind = 'r' AND oid >= 16384 AND relname <> ALL (ARRAY{[*MIGRATED]})
             AND (pg_relation_size(oid) > 0 OR oid IN (
                 SELECT refobjid FROM pg_depend JOIN pg_sequences AS s
                     ON objid = format('%I.%I', s.schemaname, s.sequencename)::regclass
@@ -113,21 +111,13 @@ class PostgresServer(DatabaseServer):
             "-h", self.host, "-p", str(self.port), *options,
         ]  # fmt: skip
 
-    def is_ready(self) -> bool:
-        """Whether it takes a connection."""
-        with self.connect():
-            return True
-
     def connect(self, database: str = "postgres") -> "psycopg.Connection[Any]":
         """Return a connection in autocommit mode, to be closed by the caller."""
-        return psycopg.connect(
-            host=self.host, port=self.port, user="postgres", dbname=database,
-            autocommit=True, connect_timeout=5,
-        )  # fmt: skip
+        return connect(self, database)
 
     def create_database(self, name: str, source: str | None = None) -> None:
         """Make a database as a copy of another that nobody uses now."""
-        self._execute("CREATE DATABASE {} TEMPLATE {}", name, source or "template1")
+        self.ask(f"CREATE DATABASE {name} TEMPLATE {source or 'template1'}")
 
     def source(self, database: str) -> str:
         """Return the database itself."""
@@ -135,50 +125,32 @@ class PostgresServer(DatabaseServer):
 
     def drop_database(self, name: str) -> None:
         """Remove a database, and end the sessions of those who use it."""
-        self._execute("DROP DATABASE {} WITH (FORCE)", name)
+        self.ask(f"DROP DATABASE {name} WITH (FORCE)")
 
-    def shape(self, database: str) -> str:
+    def shape(self, database: str) -> object:
         """Return what a migrated database is beside the rows of its tables."""
         with self.connect(database) as connection:
-            return _shape(connection)
+            return connection.execute(SHAPE).fetchone()
 
-    def try_empty_database(self, name: str, shape: str) -> bool:
-        """Remove what a test wrote into a migrated database; False if its shape is another."""
+    def empty_database(self, name: str) -> None:
+        """Remove what a test wrote into a migrated database, whose shape is as it was."""
         with self.connect(name) as connection:
-            if _shape(connection) != shape:
-                return False
-            connection.execute(
-                sql.SQL(EMPTY).format(sql.SQL(", ").join(map(sql.Literal, MIGRATED)))
-            )
-            return True
+            connection.execute(EMPTY)
 
-    def sessions(self, database: str) -> list[dict[str, Any]]:
+    def sessions(self, database: str) -> list[Any]:
         """Return who is connected to a database, with the state and the last query."""
         query = (
             "SELECT pid, application_name, state, query FROM pg_stat_activity WHERE datname = %s"
         )
-        return self._ask(sql.SQL(query), [database]).fetchall()
-
-    def _execute(self, statement: str, *names: str) -> None:
-        self._ask(sql.SQL(statement).format(*map(sql.Identifier, names)))
-
-    def _ask(
-        self, query: sql.SQL | sql.Composed, params: Sequence[object] = ()
-    ) -> "psycopg.Cursor[dict[str, Any]]":
-        """Execute by a session that stays open: to begin one costs the server ten queries."""
-        row_factory = psycopg.rows.dict_row
-        if self._session is not None:
-            # The server may have been started anew since.
-            with suppress(psycopg.OperationalError):
-                return self._session.cursor(row_factory=row_factory).execute(query, params)
-            self._session.close()
-        self._session = self.connect()
-        return self._session.cursor(row_factory=row_factory).execute(query, params)
+        return self.ask(query, [database])
 
 
-def _shape(connection: "psycopg.Connection[Any]") -> str:
-    (shape,) = connection.execute(SHAPE).fetchone() or ()
-    return str(shape)
+def connect(server: Server, database: str) -> "psycopg.Connection[Any]":
+    """Return a connection in autocommit mode, to be closed by the caller."""
+    return psycopg.connect(
+        host=server.host, port=server.port, user="postgres", dbname=database,
+        autocommit=True, connect_timeout=5, prepare_threshold=None,
+    )  # fmt: skip
 
 
 def _skip_headers(folder: str, names: list[str]) -> list[str]:

@@ -16,10 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-#: Places that are searched, in this order. ``SAFE_TEST_PROGRAMS=wheel`` (names with commas
-#: between) narrows them, so that a machine with every server can test what another one would use.
-PLACES = ("path", "library", "wheel")
-
 LIBRARY_FOLDERS = {
     "postgres": "/usr/lib/postgresql/*/bin",
     # Debian has them off the PATH of most users.
@@ -51,28 +47,24 @@ def find_programs_folder(program: str, *companions: str) -> Path:
     Raises:
         ProgramNotFound: There is none.
     """
-    chosen = os.environ.get("SAFE_TEST_PROGRAMS")
-    places = tuple(chosen.split(",")) if chosen else PLACES
-    for folder in _iter_folders(program, places):
+    for folder in _iter_folders(program):
         if all(os.access(folder / name, os.X_OK) for name in (program, *companions)):
             return folder
-    raise ProgramNotFound(f"{program} is in none of these places: {', '.join(places)}")
+    raise ProgramNotFound(f"{program} is not on the PATH, in a folder of Debian's or in a wheel.")
 
 
-def _iter_folders(program: str, places: tuple[str, ...]) -> Iterator[Path]:
+def _iter_folders(program: str) -> Iterator[Path]:
     # Debian's script on the PATH runs only as the system's user in the system's folders.
-    for place in reversed(places) if program == "rabbitmq-server" else places:
-        if place == "path" and (found := shutil.which(program)):
-            yield Path(found).parent
-            # A link on the PATH need not have links to the companions beside it.
-            yield Path(found).resolve().parent
-        if place == "library" and program in LIBRARY_FOLDERS:
-            found_folders = glob.glob(LIBRARY_FOLDERS[program])
-            yield from map(Path, sorted(found_folders, key=_version, reverse=True))
-        if place == "wheel" and program in WHEEL_FOLDERS:
-            package, pattern = WHEEL_FOLDERS[program]
-            if (spec := find_spec(package)) and spec.submodule_search_locations:
-                yield from sorted(Path(spec.submodule_search_locations[0]).glob(pattern))
+    if program != "rabbitmq-server" and (found := shutil.which(program)):
+        yield Path(found).parent
+        # A link on the PATH need not have links to the companions beside it.
+        yield Path(found).resolve().parent
+    found_folders = glob.glob(LIBRARY_FOLDERS.get(program, ""))
+    yield from map(Path, sorted(found_folders, key=_version, reverse=True))
+    if program in WHEEL_FOLDERS:
+        package, pattern = WHEEL_FOLDERS[program]
+        if (spec := find_spec(package)) and spec.submodule_search_locations:
+            yield from sorted(Path(spec.submodule_search_locations[0]).glob(pattern))
 
 
 def _version(folder: str) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import amqp
 
-from tests.processes.kept import KeptProcess
 from tests.processes.waiting import port_is_free, wait_for
 from tests.servers.programs import find_programs_folder
 from tests.servers.server import Server
@@ -23,7 +22,6 @@ class RabbitMQServer(Server):
         super().__init__()
         self.epmd_port = self._reserve_port()
         self.node_port = self._reserve_port()
-        self._epmd: KeptProcess | None = None
 
     @property
     def url(self) -> str:
@@ -31,11 +29,19 @@ class RabbitMQServer(Server):
         return f"amqp://guest:guest@{self.host}:{self.port}//"
 
     def prepare(self) -> None:
-        """Write the node's own configuration, so that the system's is not read."""
+        """
+        Write the node's own configuration, so that the system's is not read, and start the mapper.
+
+        The node would start a port mapper that outlives it.
+        """
         (self.folder / "rabbitmq.conf").write_text(
             "vm_memory_high_watermark.absolute = 512MB\ndisk_free_limit.absolute = 50MB\n"
         )
         (self.folder / "enabled_plugins").write_text("[].\n")
+        epmd = self.keep([self.erlang / "epmd", "-port", str(self.epmd_port)])
+        epmd.log_path = self.folder / "epmd.log"
+        self._owned.enter_context(epmd)
+        wait_for(lambda: not port_is_free(self.epmd_port), message="epmd does not listen")
 
     def environment(self) -> dict[str, str]:
         """Every folder, port and name that the system's node also has."""
@@ -62,25 +68,6 @@ class RabbitMQServer(Server):
     def command(self) -> list[str | Path]:
         """In the foreground, which is the script's way."""
         return [self.programs / self.program]
-
-    def start(self) -> None:
-        """Start the port mapper first: the node would start one that outlives it."""
-        if self._epmd is None:
-            self._epmd = self.keep([self.erlang / "epmd", "-port", str(self.epmd_port)])
-            self._epmd.log_path = self.folder / "epmd.log"
-            self._epmd.start()
-            wait_for(lambda: not port_is_free(self.epmd_port), message="epmd does not listen")
-        super().start()
-
-    def close(self) -> None:
-        """End the node and the port mapper and remove the folder."""
-        try:
-            self.stop()
-        finally:
-            if self._epmd is not None:
-                self._epmd.kill()
-                self._epmd = None
-            super().close()
 
     def is_ready(self) -> bool:
         """Whether a client can log in."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,20 +37,18 @@ class RedisServer(Server):
 
     Args:
         cluster: Whether it is the only node of a Redis Cluster, with all slots.
-        options: Further arguments of its command line.
     """
 
     name = "redis"
     program = "redis-server"
 
-    def __init__(self, *, cluster: bool = False, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, cluster: bool = False) -> None:
         super().__init__()
         if cluster:  # Nodes talk to each other on a port that is 10,000 higher.
             self.port = self._reserve_port(10_000)
         self.cluster = cluster
         #: The slots that it takes at its first start, if it is a node of a cluster.
         self.slots = range(SLOTS)
-        self.options = options
 
     @property
     def url(self) -> str:
@@ -63,11 +61,11 @@ class RedisServer(Server):
 
     def command(self) -> list[str | Path]:
         """No snapshots, no append-only file; a replica that asks is served at once."""
+        node = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
         return [
             self.programs / self.program, "--bind", self.host, "--port", str(self.port),
             "--dir", self.folder, "--save", "", "--appendonly", "no", "--daemonize", "no",
-            "--repl-diskless-sync-delay", "0", *self.options,
-            *(("--cluster-enabled", "yes") if self.cluster else ()),
+            "--repl-diskless-sync-delay", "0", *(node if self.cluster else ()),
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
@@ -134,6 +132,10 @@ class SentinelServer(Server):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = RedisServer(), RedisServer()
+        for server in (self.first, self.second):
+            self._owned.callback(server.close)
+            # Asked to end, a master would wait for its replica.
+            self._owned.callback(server.kill)
         #: Sentinel's name for the two servers. It differs between tests: django-redis keeps
         #: its pools by URL for as long as the process lives.
         self.service = f"redis-{self.port}"
@@ -200,15 +202,6 @@ class SentinelServer(Server):
         assert self.master is new, "Sentinel did not fail over"
         with old.client() as client:
             client.replicaof(new.host, new.port)
-
-    def close(self) -> None:
-        """End all three and remove their folders."""
-        with ExitStack() as stack:
-            for server in (self.first, self.second):
-                stack.callback(server.close)
-                # Asked to end, a master would wait for its replica.
-                stack.callback(server.kill)
-            super().close()
 
 
 def _calls(info: dict[str, Any], name: str) -> int:

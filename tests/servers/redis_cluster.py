@@ -1,7 +1,7 @@
 """A Redis Cluster of three private nodes, whose slots can be moved from node to node."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from redis import Redis
@@ -23,9 +23,8 @@ class RedisClusterServer(RedisServer):
     name = "redis cluster"
 
     def __init__(self) -> None:
-        options = ("--cluster-require-full-coverage", "no")
-        super().__init__(cluster=True, options=options)
-        others = [RedisServer(cluster=True, options=options) for _ in range(NODES - 1)]
+        super().__init__(cluster=True)
+        others = [RedisServer(cluster=True) for _ in range(NODES - 1)]
         self.nodes: list[RedisServer] = [self, *others]
         self._moved: dict[int, RedisServer] = {}
         for number, node in enumerate(self.nodes):
@@ -34,7 +33,7 @@ class RedisClusterServer(RedisServer):
     def prepare(self) -> None:
         """Start the other nodes."""
         for node in self.nodes[1:]:
-            node.start()
+            self._owned.enter_context(node)
 
     def is_ready(self) -> bool:
         """Whether each node knows all others and where all slots are."""
@@ -56,13 +55,6 @@ class RedisClusterServer(RedisServer):
         for node in self.nodes:
             if node.running:
                 RedisServer.flush(node) if node is self else node.flush()
-
-    def close(self) -> None:
-        """End all nodes and remove their folders."""
-        with ExitStack() as stack:
-            for node in self.nodes[1:]:
-                stack.callback(node.close)
-            super().close()
 
     def node_of(self, key: str) -> RedisServer:
         """Return the node that has the slot of a key."""

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,8 +40,8 @@ class Server(Started):
         self.programs = find_programs_folder(self.program, *self.companions)
         self.identity: dict[str, Any] = identity() if self.refuses_root else {}
         self.folder = make_folder(f"safe-{self.name}-", self.identity)
-        #: Keeps its ports from others until it is closed, also while it is stopped.
-        self._reservations = ExitStack()
+        #: What ends when it is closed: its hold on its ports, and programs beside it.
+        self._owned = ExitStack()
         self.port = self._reserve_port()
         self._prepared = False
 
@@ -86,13 +86,11 @@ class Server(Started):
         """End it in order; its folder and its port stay for the next start."""
         if self._process is not None:
             self._process.stop()
-            self._process = None
 
     def kill(self) -> None:
         """End it with SIGKILL; its folder and its port stay for the next start."""
         if self._process is not None:
             self._process.kill()
-            self._process = None
 
     def restart(self) -> None:
         """Stop and start: a cache loses its memory, a database keeps its data."""
@@ -122,15 +120,15 @@ class Server(Started):
         try:
             self.stop()
         finally:
-            self._reservations.close()
+            self._owned.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def keep(self, command: list[str | Path], env: Mapping[str, str] | None = None) -> KeptProcess:
+    def keep(self, command: list[str | Path]) -> KeptProcess:
         """Return a command of this server as a process that can't outlive the tests."""
         return KeptProcess(
             command,
             folder=self.folder,
-            env=self.environment() if env is None else env,
+            env=self.environment(),
             identity=self.identity,
             stop_signal=self.stop_signal,
             owned_folder=self.folder,
@@ -138,7 +136,7 @@ class Server(Started):
 
     def _reserve_port(self, distance: int = 0) -> int:
         port, reservation = reserve_port(distance)
-        self._reservations.enter_context(reservation)
+        self._owned.enter_context(reservation)
         return port
 
     def _answers(self) -> bool:

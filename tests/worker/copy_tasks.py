@@ -17,14 +17,11 @@ LEASE = 3
 #: The hard time limit of a run, s: more than half of the visibility timeout.
 TIME_LIMIT = 12
 
-#: A message of a killed run is delivered again.
-LATE: Any = {"base": SafeTask, "bind": True, "acks_late": True, "reject_on_worker_lost": True}
 
-
-@shared_task(**LATE)
+@shared_task(base=SafeTask, bind=True, acks_late=True, reject_on_worker_lost=True)
 @single_instance(key=["room"], timeout=LEASE)
 def staying(self: Any, room: str) -> Any:
-    """Stay in the room."""
+    """Stay in the room; a message of a killed run is delivered again."""
     return Room(Path(room)).stay(self)
 
 

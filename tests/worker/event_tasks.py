@@ -5,7 +5,7 @@ Each run stays in its room until the gate with the run's number opens, and then 
 as it was told when it was sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +35,6 @@ class Strict(SafeTask):
             raise KeyError(args[1])
 
 
-def make_task(
-    lock: dict[str, Any] | None = None, **options: Any
-) -> Callable[[Callable[..., Any]], Any]:
-    """
-    Make a task of a function.
-
-    Args:
-        lock: More options of ``single_instance``.
-        options: Options of ``shared_task``.
-    """
-
-    def make(function: Callable[..., Any]) -> Any:
-        guarded = single_instance(key="{room}", **{"unique_until": "end", **(lock or {})})(function)
-        return shared_task(**{"bind": True, "base": Strict, **options})(guarded)
-
-    return make
-
-
 def act(task: Any, room: str, how: str) -> None:
     """Stay in the room until the gate of this run opens, then end in the way named."""
     place = Room(Path(room))
@@ -78,49 +60,35 @@ def act(task: Any, room: str, how: str) -> None:
                 raise task.replace(task.si(room, how))
 
 
-@make_task()
-def noted(self: Any, room: str, how: str) -> None:
-    """Run as most tasks do."""
-    act(self, room, how)
+def make_task(name: str, lock: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """
+    Make a task that acts as it is told.
+
+    Args:
+        lock: More options of ``single_instance``.
+        options: Options of ``shared_task``.
+    """
+    guarded = single_instance(key="{room}", unique_until="end", **(lock or {}))(act)
+    return shared_task(name=f"events.{name}", bind=True, base=Strict, **options)(guarded)
 
 
-@make_task({"timeout": SHORT_LEASE})
-def leased_briefly(self: Any, room: str, how: str) -> None:
-    """Run under a short lease."""
-    act(self, room, how)
-
-
-@make_task(acks_late=True)
-def late(self: Any, room: str, how: str) -> None:
-    """Run, and be acknowledged afterwards."""
-    act(self, room, how)
-
-
-@make_task({"timeout": TAKEOVER}, acks_late=True)
-def taken_over(self: Any, room: str, how: str) -> None:
-    """Run again in another worker if its own ends; the lease is long enough to see that."""
-    act(self, room, how)
-
-
-@make_task(acks_late=True, acks_on_failure_or_timeout=False)
-def unacknowledged(self: Any, room: str, how: str) -> None:
-    """Run, and not be acknowledged if that fails."""
-    act(self, room, how)
-
-
-@make_task({"timeout": TAKEOVER}, acks_late=True, reject_on_worker_lost=True)
-def surviving(self: Any, room: str, how: str) -> None:
-    """Run again if the process dies."""
-    act(self, room, how)
-
-
-@make_task({"timeout": TAKEOVER}, retry_on_worker_lost=True, default_retry_delay=1)
-def lost(self: Any, room: str, how: str) -> None:
-    """Be sent again by Celery if the process dies."""
-    act(self, room, how)
-
-
-@make_task(autoretry_for=(KeyError,), default_retry_delay=0, max_retries=1)
-def autoretried(self: Any, room: str, how: str) -> None:
-    """Be retried once, at once, by Celery itself."""
-    act(self, room, how)
+#: As most tasks are.
+noted = make_task("noted")
+#: Runs under a short lease.
+leased_briefly = make_task("leased_briefly", {"timeout": SHORT_LEASE})
+#: Is acknowledged after its run.
+late = make_task("late", acks_late=True)
+#: Runs again in another worker if its own ends; the lease is long enough to see that.
+taken_over = make_task("taken_over", {"timeout": TAKEOVER}, acks_late=True)
+#: Is not acknowledged if its run fails.
+unacknowledged = make_task("unacknowledged", acks_late=True, acks_on_failure_or_timeout=False)
+#: Runs again if its process dies.
+surviving = make_task(
+    "surviving", {"timeout": TAKEOVER}, acks_late=True, reject_on_worker_lost=True
+)
+#: Is sent again by Celery if its process dies.
+lost = make_task("lost", {"timeout": TAKEOVER}, retry_on_worker_lost=True, default_retry_delay=1)
+#: Is retried once, at once, by Celery itself.
+autoretried = make_task(
+    "autoretried", autoretry_for=(KeyError,), default_retry_delay=0, max_retries=1
+)

@@ -1,8 +1,6 @@
 """A relay in a process of its own."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from django_celery_safe.sending.relay import Relay
 from tests.app.celery import app
@@ -15,8 +13,6 @@ def run_relay(alias: str) -> None:
     Relay(alias).run(threading.Event())
 
 
-@contextmanager
-def relaying(alias: str) -> Iterator[FunctionProcess]:
+def relaying(alias: str) -> FunctionProcess:
     """Have a relay in a process of its own during the block."""
-    with start_in_process(run_relay, alias) as relay:
-        yield relay
+    return start_in_process(run_relay, alias)

@@ -64,11 +64,8 @@ class Room:
 
     def runs(self, task_id: str | None = None) -> list[dict[str, Any]]:
         """Return the runs that began, of this id or of all."""
-        return self._entries("started", task_id)
-
-    def tries(self, task_id: str) -> int:
-        """Return how often a message with this id was taken up, run or not."""
-        return len(self._entries("tried", task_id))
+        details = {} if task_id is None else {"id": task_id}
+        return self.journal.entries("started", **details)
 
     def until(self, condition: Callable[[], Any], message: str, timeout: float = 20) -> Any:
         """Wait for a condition; the error tells what was noted here."""
@@ -76,7 +73,3 @@ class Room:
             return wait_for(condition, timeout, message)
         except TimeoutError as error:
             raise TimeoutError(f"{error} Noted: {self.journal.entries()}") from None
-
-    def _entries(self, effect: str, task_id: str | None) -> list[dict[str, Any]]:
-        details = {} if task_id is None else {"id": task_id}
-        return self.journal.entries(effect, **details)

@@ -6,8 +6,7 @@ for so long: when it is delivered again is the test's to say.
 """
 
 import json
-import os
-import signal
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from billiard.exceptions import TimeLimitExceeded
 
 from django_celery_safe.delivery.header import HEADER
 from tests.conftest import LOOKING_OFTEN, app_on_redis
+from tests.faults.brokers import RedisBroker
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.versions import needs_quick_redelivery
@@ -40,10 +40,9 @@ class Story:
         self.worker = worker
         self.server = server
         self.room = Room(folder)
-        self.task = task
         self.result = task.apply_async((self.room.path,), **options)
         self.id: str = self.result.id
-        self.until_runs(1)
+        self.room.until(self.room.runs, "it does not run", PATIENCE)
 
     def messages(self) -> list[str]:
         """
@@ -52,14 +51,9 @@ class Story:
         A message that is just being taken from its queue is in neither of the two places yet, so
         a number of messages shows nothing.
         """
-        with self.server.client(db=1) as client, client.pipeline(transaction=True) as moment:
-            waiting, given_out = moment.lrange("celery", 0, -1).hvals("unacked").execute()
-        messages = [json.loads(text) for text in waiting]
-        messages += [json.loads(text)[0] for text in given_out]
-        headers = [message["headers"] for message in messages]
         return [
             "copy" if "copy" in one.get(HEADER, {}) else "original"
-            for one in headers
+            for one in RedisBroker(self.server).headers()
             if one["id"] == self.id
         ]
 
@@ -74,28 +68,14 @@ class Story:
             long_ago = time.time() - VISIBILITY_TIMEOUT - 1
             client.zadd("unacked_index", {tag: long_ago}, xx=True)
 
-    def says(self, text: str) -> int:
-        """Return how many lines of the worker's log tell this of the task."""
-        return sum(self.id in line and text in line for line in self.worker.log.splitlines())
-
-    def until_copies(self, number: int) -> None:
-        """Wait until so many copies were sent."""
-        text = "a copy arrives"
-        self.room.until(lambda: self.says(text) >= number, f"not {number} copies", PATIENCE)
-
-    def until_runs(self, number: int) -> None:
-        """Wait until so many runs have begun."""
-        runs = self.room.runs
-        self.room.until(lambda: len(runs(self.id)) >= number, f"not {number} runs", PATIENCE)
+    def until_copied(self) -> None:
+        """Wait until the worker's log tells of a copy."""
+        told = re.compile(f"{self.id}.*a copy arrives|a copy arrives.*{self.id}")
+        self.room.until(lambda: told.search(self.worker.log), "no copy", PATIENCE)
 
     def until_over(self) -> None:
         """Wait until the broker has no message of it any more."""
         self.room.until(lambda: not self.messages(), "messages are left over", PATIENCE)
-
-    def kill(self, number: int) -> None:
-        """Kill the process of a run, and let later ones leave the room."""
-        os.kill(self.room.runs()[number - 1]["pid"], signal.SIGKILL)
-        self.room.open()
 
     def retries(self) -> list[int]:
         """Return of each run, in order, how many retries were before it."""
@@ -127,10 +107,11 @@ def test_a_killed_run_is_run_again_by_its_copy(begin: Any) -> None:
     """Its message is the broker's no more: the one copy runs, once."""
     story = begin(copy_tasks.staying)
     story.deliver_again()
-    story.until_copies(1)
+    story.until_copied()
     # Until the second delivery is acknowledged, the death of the first would put it back.
     story.room.until(lambda: story.messages() == ["copy"], "there is not one copy alone")
-    story.kill(1)
+    story.room.kill_run()
+    story.room.open()
     assert story.result.get(timeout=PATIENCE) == [story.id, 0]
     story.until_over()
     assert story.retries() == [0, 0]
@@ -141,7 +122,7 @@ def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     """Each run would be delivered again before its limit, and followed by another without end."""
     story = begin(copy_tasks.limited)
     story.deliver_again()
-    story.until_copies(1)
+    story.until_copied()
     with pytest.raises(TimeLimitExceeded):
         story.result.get(timeout=PATIENCE)
     story.until_over()

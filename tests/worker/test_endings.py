@@ -20,8 +20,9 @@ from pytest_django import Settings
 from django_celery_safe import SafeTask, iter_locks, single_instance
 from tests.app.celery import app, tell_workers
 from tests.conftest import app_on_redis
+from tests.idempotency.test_flags_race import end_sessions
 from tests.processes import CeleryWorker, wait_for
-from tests.servers import RedisServer
+from tests.servers import PostgresServer, RedisServer
 from tests.settings import INSTALLED_APPS
 from tests.worker.ending_tasks import asked, bare_app
 from tests.worker.rooms import Room
@@ -127,34 +128,20 @@ def test_a_worker_without_such_a_task_frees_locks(room: Room) -> None:
 
 @pytest.mark.long
 def test_the_worker_keeps_no_connection_to_the_locks_database(
-    services: None, postgres_alias: str, tmp_path: Path, settings: Settings
+    services: None,
+    postgres_server: PostgresServer,
+    postgres_alias: str,
+    tmp_path: Path,
+    settings: Settings,
 ) -> None:
     """The worker closes its connections after a release, and survives if the server ends one."""
+    name = connections.settings[postgres_alias]["NAME"]
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}  # type: ignore[arg-type]
     with start_bare("database"):
         for time_around in range(2):
             for number in range(8):
                 late.apply_async((f"{tmp_path} {time_around} {number}",), queue="database")
             wait_for(lambda: list(iter_locks()) == [], SOON, "locks are held")
-            wait_for(lambda: others_of(postgres_alias) == 0, SOON, "connections are open")
-            end_others(postgres_alias)
-
-
-def others_of(alias: str) -> int:
-    """Return how many other connections the database has."""
-    return len(rows(alias, "SELECT pid"))
-
-
-def end_others(alias: str) -> None:
-    """Let the server end all other connections, as it does with idle ones."""
-    rows(alias, "SELECT pg_terminate_backend(pid)")
-
-
-def rows(alias: str, select: str) -> list[Any]:
-    """Ask for each other connection of the database."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"{select} FROM pg_stat_activity"
-            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
-        return list(cursor.fetchall())
+            connections[postgres_alias].close()
+            wait_for(lambda: not postgres_server.sessions(name), SOON, "connections are open")
+            end_sessions(postgres_server, postgres_alias)

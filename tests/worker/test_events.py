@@ -13,7 +13,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from tests.servers import RabbitMQServer, RedisServer, ServerPool
 from tests.servers.databases import Databases
 from tests.versions import IS_CELERY_57
 from tests.worker import event_tasks
-from tests.worker.event_tasks import COUNTDOWN, SHORT_LEASE, act, make_task
+from tests.worker.event_tasks import COUNTDOWN, SHORT_LEASE, make_task
 from tests.worker.rooms import Room
 
 #: Seconds until what happens at once must have happened; far less than any lease.
@@ -61,10 +61,8 @@ RUNNING_ALONE = (LEASE, None)
 WAITING_FOR_RETRY = (None, LATER)
 
 
-@make_task()
-def unknown(self: Any, room: str, how: str) -> None:
-    """Not known to the worker, which does not import this module."""
-    act(self, room, how)
+#: Not known to the worker, which does not import this module.
+unknown = make_task("unknown")
 
 
 # On RabbitMQ and with the database's locks, what may differ there is played again.
@@ -103,12 +101,6 @@ class Scene:
         fits = (name for name, (least, most) in LEASES.items() if least <= left <= most)
         return next(fits, f"{left:.1f} s")
 
-    def send(self, how: str, *more: Any, **options: Any) -> None:
-        """Send the task, while the worker can't take it."""
-        self.worker.pause()
-        args = (self.room.path, how, *more)
-        self.result = self.task.apply_async(args, queue=self.queue, **options)
-
     def begin(self) -> None:
         """Let the worker go on, and wait until the task runs, once more than before."""
         self.number += 1
@@ -131,10 +123,10 @@ Action = Callable[[Scene], Any]
 
 
 class Step(NamedTuple):
-    """What happens, the locks that are then held (None: any), and how soon (0: at once)."""
+    """What happens, the locks that are then held, and how soon (0: at once)."""
 
     action: Action
-    locks: Locks | None
+    locks: Locks
     within: float = SOON
 
 
@@ -152,19 +144,15 @@ class Row(NamedTuple):
 # --- actions
 
 
-def send(task: Any = event_tasks.noted, how: str = "succeed", *more: Any, **options: Any) -> Action:
-    """Send a task."""
+def send(task: Any = event_tasks.noted, how: str = "succeed", **options: Any) -> Action:
+    """Send a task, while the worker can't take it."""
 
     def action(scene: Scene) -> None:
         scene.task = task
-        scene.send(how, *more, **options)
+        scene.worker.pause()
+        scene.result = task.apply_async((scene.room.path, how), queue=scene.queue, **options)
 
     return action
-
-
-def begin(scene: Scene) -> None:
-    """Let the task run."""
-    scene.begin()
 
 
 def end(state: str | None) -> Action:
@@ -199,10 +187,6 @@ def refused(state: str, error: type[Exception] | None = None) -> Action:
     return action
 
 
-def wait(scene: Scene) -> None:
-    """Let time pass."""
-
-
 def requeue(scene: Scene) -> None:
     """Let the run give its message back to the broker, and let it stay there."""
     tell_workers("cancel_consumer", scene.queue, reply=True, limit=1)
@@ -216,14 +200,10 @@ def take_again(scene: Scene) -> None:
     scene.begin()
 
 
-def killed(state: str) -> Action:
-    """End the process of the run with SIGKILL, and wait for this result."""
-
-    def action(scene: Scene) -> None:
-        scene.room.kill_run()
-        scene.end(state)
-
-    return action
+def killed(scene: Scene) -> None:
+    """End the process of the run with SIGKILL, and wait for its result."""
+    scene.room.kill_run()
+    scene.end("FAILURE")
 
 
 def run_again(scene: Scene) -> None:
@@ -248,7 +228,7 @@ def revoke_then_send(scene: Scene) -> None:
     """Revoke an id, then send a task with it."""
     task_id = uuid.uuid4().hex
     tell_workers("revoke", task_id, reply=True, limit=1)
-    scene.send("succeed", task_id=task_id)
+    send(task_id=task_id)(scene)
 
 
 def revoke_waiting(scene: Scene) -> None:
@@ -279,8 +259,7 @@ def kill_worker(scene: Scene) -> None:
 def let_another_take_over(scene: Scene) -> None:
     """Let the stage's worker take what the scene's own leaves, and wait for the run."""
     scene.worker = scene.stage
-    tell_workers("add_consumer", scene.queue, reply=True, limit=1)
-    scene.begin()
+    take_again(scene)
 
 
 def kill_worker_for_another(scene: Scene) -> None:
@@ -311,7 +290,7 @@ def ended(scene: Scene) -> None:
 
 def sent(*args: Any, **options: Any) -> list[Step]:
     """Return the first steps of most rows: a message waits, then its task runs."""
-    return [Step(send(*args, **options), WAITING, 0), Step(begin, RUNNING, 0)]
+    return [Step(send(*args, **options), WAITING, 0), Step(Scene.begin, RUNNING, 0)]
 
 
 def once(task: Any, how: str, state: str | None, after: Locks = FREE) -> list[Step]:
@@ -369,7 +348,7 @@ TABLE = [
     Row("SystemExit", once(event_tasks.noted, "exit", "FAILURE")),
     Row(
         "expired before it was taken",
-        [Step(send(expires=1), None), Step(wait, FREE), Step(refused("REVOKED"), FREE)],
+        [Step(send(expires=1), FREE), Step(refused("REVOKED"), FREE)],
         stages=RABBITMQ,
     ),
     Row("hard time limit", limited(event_tasks.noted), stages=DATABASE),
@@ -381,10 +360,8 @@ TABLE = [
             Step(succeed_in_the_end, FREE),
         ],
     ),
-    Row("child killed", [*sent(), Step(killed("FAILURE"), FREE)], stages=DATABASE),
-    Row(
-        "child killed, acknowledged late", [*sent(event_tasks.late), Step(killed("FAILURE"), FREE)]
-    ),
+    Row("child killed", [*sent(), Step(killed, FREE)], stages=DATABASE),
+    Row("child killed, acknowledged late", [*sent(event_tasks.late), Step(killed, FREE)]),
     Row(
         "child killed, delivered again",
         [
@@ -431,7 +408,11 @@ TABLE = [
     ),
     Row(
         "sent by name",
-        [Step(send_by_name, FREE, 0), Step(begin, RUNNING_ALONE, 0), Step(end("SUCCESS"), FREE)],
+        [
+            Step(send_by_name, FREE, 0),
+            Step(Scene.begin, RUNNING_ALONE, 0),
+            Step(end("SUCCESS"), FREE),
+        ],
     ),
     Row("replace by itself", twice(event_tasks.noted, "replace by itself", "SUCCESS")),
     Row("autoretry exhausted", twice(event_tasks.autoretried, "fail", "FAILURE")),
@@ -499,17 +480,13 @@ def scene(stage: CeleryWorker, tmp_path: Path) -> Iterator[Scene]:
             scene.worker.resume()
 
 
-def _is_long(stage: str, row: Row) -> bool:
-    """Return whether a play needs more than the worker that others share."""
-    return stage != "redis" or row.own_worker
-
-
+#: Those that need more than the worker that others share are long.
 PLAYS = [
     pytest.param(
         stage,
         row,
         id=f"{stage}-{row.event}",
-        marks=[pytest.mark.long] if _is_long(stage, row) else [],
+        marks=[pytest.mark.long] if stage != "redis" or row.own_worker else [],
     )
     for row in TABLE
     for stage in row.stages
@@ -526,10 +503,9 @@ def test_an_event_leaves_the_locks_as_the_table_says(
         scene.worker = scene.stack.enter_context(_worker("--queues", scene.queue))
     for number, step in enumerate(row.steps):
         step.action(scene)
-        ends_at = time.monotonic() + step.within
-        while step.locks not in (None, scene.locks()) and time.monotonic() < ends_at:
-            time.sleep(0.02)
-        assert step.locks in (None, scene.locks()), f"step {number}: {scene.locks()}"
+        with suppress(TimeoutError):
+            wait_for(lambda: scene.locks() == step.locks, step.within)  # noqa: B023
+        assert scene.locks() == step.locks, f"step {number}"
     ends_at = time.monotonic() + LOOK
     while time.monotonic() < ends_at:
         assert scene.locks() == row.steps[-1].locks

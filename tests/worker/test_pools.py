@@ -7,7 +7,6 @@ all of them do the same at the same time.
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from django_celery_safe import find_lock
 from tests.conftest import app_on_redis
 from tests.locks.renewals import get_lock, get_remaining
 from tests.processes import CeleryWorker, wait_for
+from tests.processes.worker import start_together
 from tests.servers import RedisServer
 from tests.worker import pool_tasks
 from tests.worker.pool_tasks import unique
@@ -40,10 +40,8 @@ def workers(redis_server: RedisServer) -> Iterator[None]:
         for pool, size in POOLS.items():
             arguments = ["--include", pool_tasks.__name__, "--queues", pool]
             worker = CeleryWorker("tests.app", pool=pool, concurrency=size, arguments=arguments)
-            stack.push(worker)
-            workers.append(worker)
-        with ThreadPoolExecutor(len(workers)) as starters:
-            list(starters.map(CeleryWorker.start, workers))
+            workers.append(stack.push(worker))
+        start_together(workers)
         yield
 
 

@@ -1,7 +1,7 @@
 """
 Workers and relays with one deliberate fault each.
 
-Each is put in the place of the right one in its own process alone.
+Each is put in the place of the right one in the processes of workers and relays alone.
 """
 
 import uuid
@@ -14,14 +14,6 @@ from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import carried_run
 from django_celery_safe.sending import relay as relaying
 from django_celery_safe.sending.carried_run import MessageClaim
-
-
-def break_worker(fault: str) -> None:
-    """Let this process work with a fault, if that is one of workers."""
-    if fault == "no-token":
-        carried_run.Run.end = end_without_token  # type: ignore[method-assign]
-    if fault == "done-first":
-        MessageClaim.begin = begin_done  # type: ignore[method-assign]
 
 
 def end_without_token(run: carried_run.Run, follow: Any = None) -> bool:
@@ -43,14 +35,6 @@ def begin_done(claim: Any) -> None:
 begin: Final = MessageClaim.begin
 
 
-def break_relay(fault: str) -> None:
-    """Let this process relay with a fault, if that is one of relays."""
-    if fault == "ignores-leases":
-        OutboxMessages.due = due_or_running  # type: ignore[method-assign]
-    if fault == "new-id":
-        relaying.ClaimedMessage.of = classmethod(read_again)  # type: ignore[method-assign]
-
-
 def read_again(cls: Any, row: Any) -> Any:
     """Give a message that is sent again an id of its own."""
     one = read(row)
@@ -66,3 +50,12 @@ def due_or_running(rows: Any) -> Any:
     """Return what is due, and what a worker runs just now; once, or no task would ever end."""
     running = Q(state="running", deaths=0)
     return rows.filter(Q(due_at__lte=Now()) | running).order_by("due_at", "pk")
+
+
+#: The wrong code that each fault puts in place of ours, in workers or in relays.
+FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
+    "no-token": (carried_run.Run, "end", end_without_token),
+    "done-first": (MessageClaim, "begin", begin_done),
+    "ignores-leases": (OutboxMessages, "due", due_or_running),
+    "new-id": (relaying.ClaimedMessage, "of", classmethod(read_again)),
+}

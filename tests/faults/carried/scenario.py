@@ -1,7 +1,6 @@
 """How a run of the scenario ``carried`` is recorded."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -58,12 +57,12 @@ def record(plan: Plan, lab: Lab) -> History:
     workers = lab.start_workers(plan, "tests.faults.carried.work")
     began, sending = time.monotonic(), lab.start(send, plan)
     restart = partial(restart_database, plan, lab, alias)
-    trouble = Troublemaker(plan, workers, witness, broker, ledger, relaying.kill, restart)
+    trouble = Troublemaker(plan, workers, witness, broker, relaying.kill, restart)
     # A task has a row that is due until it has ended.
     is_any_left = OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists
     still = Stillness(witness.journal, plan.limit)
-    while sending.running or not trouble.is_spent or not is_over(plan, still, is_any_left):
-        trouble.strike()
+    while sending.running or not trouble.is_spent or not still.is_over(plan, is_any_left):
+        trouble.strike(ledger.count("committed") / plan.tasks)
         still.seconds()
         relaying.check()
         time.sleep(LOOK)
@@ -71,12 +70,6 @@ def record(plan: Plan, lab: Lab) -> History:
     seconds, waiting = time.monotonic() - began, broker.waiting()
     lab.close()
     return History.read(plan, witness, ledger, alias, seconds=seconds, waiting=waiting)
-
-
-def is_over(plan: Plan, still: Stillness, is_any_left: Callable[[], bool]) -> bool:
-    """Return whether all tasks have ended and nothing moves, or nothing has moved for long."""
-    seconds = still.seconds()
-    return seconds > plan.patience or (seconds > plan.quiet and not is_any_left())
 
 
 def restart_database(plan: Plan, lab: Lab, alias: str) -> None:
@@ -100,7 +93,7 @@ def answers(alias: str) -> bool:
 class Relaying:
     """The relay, which may be killed."""
 
-    def __init__(self, lab: Lab, fault: str) -> None:
+    def __init__(self, lab: Lab, fault: str = "") -> None:
         self._start = partial(lab.start, hurry_and_relay, fault)
         self._process = self._start()
 

@@ -43,7 +43,7 @@ def was_committed(each: Transaction) -> bool:
         connection.close()
         time.sleep(PAUSE)
         with suppress(OperationalError, InterfaceError):
-            return any(ledger.has("committed", task.id) for task in each.tasks[:1])
+            return any(ledger.count("committed", task.id) for task in each.tasks[:1])
 
 
 def commit(each: Transaction) -> None:
@@ -68,5 +68,6 @@ def hurry_and_relay(fault: str) -> None:
     """Relay until told to end, or killed."""
     enter()
     hurry()
-    broken.break_relay(fault)
+    if fault:
+        setattr(*broken.FAULTS[fault])
     relay()

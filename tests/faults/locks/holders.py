@@ -17,9 +17,9 @@ from django.utils.module_loading import import_string
 from django_celery_safe.exceptions import CelerySafeError
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.lock import CacheLock
+from tests.faults.locks import resource
 from tests.faults.locks.plan import ASKING, HOLDING, IDLE, Plan, open_board
 from tests.faults.locks.records import NO, YES, Record, is_operation
-from tests.faults.locks.resource import Resource
 from tests.processes import tell, wait_for
 
 #: Pause after a request that the store did not answer, s.
@@ -50,7 +50,7 @@ class LockUser:
         self.number = number
         self.random = random.Random(f"{plan.seed}:{number}")
         self.make_lock: Callable[..., CacheLock] = import_string(plan.make_lock)
-        self.resource = Resource(folder, plan.guarded)
+        self.folder = folder
         self.states = open_board(folder, plan.processes)
         self.file = file
         self.names = plan.names
@@ -131,9 +131,9 @@ class LockUser:
             return
         sent = time.monotonic_ns()
         place = place_of(lock)
-        number, accepted = self.resource.write(place, lock.fence)
+        number, accepted = resource.write(self.folder / f"resource-{place}", lock.fence)
         returned = time.monotonic_ns()
-        outcome = YES if accepted else NO
+        outcome = YES if accepted or not self.plan.guarded else NO
         about = (outcome, lock.token, lock.fence, 0.0, 0, number)
         self.note(Record(self.number, "write", place, sent, returned, *about))
 

@@ -56,7 +56,7 @@ class Plan(AnyPlan):
         200_000, "requests that the store must have answered, by all processes together"
     )
     processes: int = option(8, "how many use the locks")
-    nemesis: str = option("pause", "restart also restarts the server", ("pause", "restart"))
+    nemesis: str = option("pause", "restart also restarts a Redis", ("pause", "restart"))
     store: str = option("django-redis", "what holds the locks", tuple(STORES))
     limit: int = option(1, "how many may hold a lock at once")
     at_most: float = option(1800.0, "the run fails when it takes longer, s")
@@ -66,11 +66,6 @@ class Plan(AnyPlan):
     make_lock: str = "django_celery_safe.cache_lock"
     backend: str = ""
     guarded: bool = True
-
-    def objection(self) -> str | None:
-        if self.nemesis == "restart" and self.store == "postgres":
-            return f"{self.store} does not lose its memory with a restart: use pause."
-        return None
 
     @property
     def leases(self) -> tuple[float, float]:

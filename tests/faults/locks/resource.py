@@ -9,35 +9,16 @@ from pathlib import Path
 STATE = struct.Struct("<QQ")
 
 
-class Resource:
+def write(path: Path, fence: int) -> tuple[int, bool]:
     """
-    Accepts a write if its fence is no smaller than all that it has seen.
+    Try to write to a resource; return which write of all it was, and whether it was accepted.
 
-    There is one file for each name; each write is one turn under that file's lock.
-
-    Args:
-        folder: Shared by all processes.
-        guarded: False: accepts every write, to show that the checker notices.
+    A write is accepted if its fence is no smaller than all that the resource has seen. Each is one
+    turn under the lock of the resource's file.
     """
-
-    def __init__(self, folder: Path, guarded: bool = True) -> None:
-        self._folder = folder
-        self._guarded = guarded
-        self._files: dict[str, int] = {}
-
-    def write(self, name: str, fence: int) -> tuple[int, bool]:
-        """Try to write; return which write of all it was, and whether it was accepted."""
-        file = self._open(name)
+    with open(os.open(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            largest, writes = STATE.unpack(os.pread(file, STATE.size, 0) or bytes(STATE.size))
-            os.pwrite(file, STATE.pack(max(largest, fence), writes + 1), 0)
-            return writes + 1, fence >= largest or not self._guarded
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-    def _open(self, name: str) -> int:
-        if name not in self._files:
-            path = self._folder / f"resource-{name}"
-            self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT)
-        return self._files[name]
+        largest, writes = STATE.unpack(file.read(STATE.size) or bytes(STATE.size))
+        file.seek(0)
+        file.write(STATE.pack(max(largest, fence), writes + 1))
+    return writes + 1, fence >= largest

@@ -68,9 +68,9 @@ class DeferringTask(SafeTask):
 
 
 @shared_task(base=DeferringTask, **RETRIED)
-def welcome_at_last(self: Any, folder: str, name: str) -> None:
+def welcome_at_last(self: Any, name: str) -> None:
     """Welcome somebody, once, at the second try."""
-    greet(self, folder, name, retries=1)
+    greet(self, name, retries=1)
 
 
 def break_relay(fault: str, folder: Path) -> None:

@@ -4,7 +4,6 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import psutil
@@ -61,7 +60,6 @@ class Victim:
         self._settings = settings
         self._point: str | None = None
         self._began = self._dies_at = 0.0
-        self._stack = ExitStack()
         self._process: FunctionProcess | None = None
 
     @property
@@ -80,7 +78,7 @@ class Victim:
         if self._process is None:
             self._start()
         elif not self._process.running:
-            self._bury(self._process.pid)
+            self._bury(self._process)
             self._start()
         elif self._dies_at and now > self._dies_at:
             self._process.kill()
@@ -96,19 +94,18 @@ class Victim:
         hit = self._random.randint(1, HITS.get(self._point or "", 1))
         function: Any = relay if self._role == RELAY else send
         more = (self._role, self._place, self._point, hit)
-        self._process = self._stack.enter_context(
-            start_in_process(function, self._plan, self._witness, *more, settings=self._settings)
+        self._process = start_in_process(
+            function, self._plan, self._witness, *more, settings=self._settings
         )
 
-    def _bury(self, pid: int) -> None:
-        kill = self._witness.kills().get(pid)
+    def _bury(self, process: FunctionProcess) -> None:
+        kill = self._witness.kills().get(process.pid)
         if kill is None:
-            assert self._process is not None
-            self._process.result(1)  # raises what it raised
+            process.result(1)  # raises what it raised
             raise RuntimeError(f"A {self._role} ended by itself.")
         if self._ends and kill["point"] == self._ends[-1]:
             self._ends.pop()
-        self._stack.close()
+        process.close()
 
     def terminate(self) -> None:
         """Ask it to end, with SIGTERM if it relays, and wait for that."""
@@ -129,8 +126,9 @@ class Victim:
 
     def close(self) -> None:
         """End it, however."""
+        if self._process is not None:
+            self._process.close()
         self._process = None
-        self._stack.close()
 
 
 class Troublemaker:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from django_celery_safe.sending.relay import BATCH
-from tests.faults.oracle import Findings, Oracle
+from tests.faults.oracle import Findings, Oracle, scarce
 from tests.faults.outbox.plan import Plan, Witness
 from tests.faults.outbox.points import PLACES
 
@@ -144,18 +144,14 @@ def errors(history: History) -> Findings:
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
     plan = history.plan
-    if len(history.begun) < plan.transactions:
-        yield f"Only {len(history.begun)} transactions began."
-    if not history.committed:
-        yield "No transaction committed."
-    for role in plan.roles:
-        for point in points_of(plan, role):
-            number = history.kills[role, point]
-            if number < plan.rounds:
-                yield f"The {role} was killed {number} times {point}."
-    for what, number in Counter(plan.troubles * plan.rounds).items():
-        if history.troubles[what] < number:
-            yield f"The broker was not {what} {number} times."
+    points = [(role, point) for role in plan.roles for point in points_of(plan, role)]
+    wanted = {
+        "transactions begun": plan.transactions,
+        "transactions committed": 1,
+        **{f"kills of {role}: {point}": plan.rounds for role, point in points},
+        **{f"broker {what}": plan.troubles.count(what) * plan.rounds for what in plan.troubles},
+    }
+    return scarce(count(history), wanted)
 
 
 def count(history: History) -> dict[str, float]:

@@ -20,7 +20,7 @@ from django_celery_safe.sending import commit, publisher
 from django_celery_safe.sending.message_table import MessageTable
 from django_celery_safe.sending.publisher import Publisher
 from django_celery_safe.sending.sender import OutboxSender
-from tests.faults.outbox.plan import CUT_OFF, RELAY, SENDER
+from tests.faults.outbox.plan import CUT_OFF, RELAY, SENDER, Witness
 
 
 class Place(NamedTuple):
@@ -74,14 +74,17 @@ PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
 }
 
 
-def lay(role: str, point: str, hit: int, record: Callable[[], None]) -> None:
+def lay(role: str, point: str | None, hit: int, witness: Witness) -> None:
     """
     Let this process die at a point.
 
     Args:
+        point: None: it dies at no point.
         hit: How often it gets there, the last included.
-        record: Called right before.
+        witness: Is told right before.
     """
+    if point is None:
+        return
     owner, name, when, only_if = PLACES[role][point]
     original, left = getattr(owner, name), hit
     inside: set[int] = set()  # threads
@@ -90,7 +93,7 @@ def lay(role: str, point: str, hit: int, record: Callable[[], None]) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            record()
+            witness.record_kill(role, point, os.getpid())
             os.kill(os.getpid(), signal.SIGKILL)
 
     @functools.wraps(original)

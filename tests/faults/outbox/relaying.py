@@ -1,13 +1,9 @@
 """A process that relays: ``manage.py celery_outbox relay``, in a hurry."""
 
-import logging
-import os
 from datetime import timedelta
-from functools import partial
 
-from django_celery_safe.sending import housekeeping
+from django_celery_safe.sending import housekeeping, sender
 from django_celery_safe.sending import relay as relaying
-from tests.app.celery import app
 from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
 from tests.faults.outbox.plan import Plan, Witness
@@ -22,17 +18,15 @@ LONGEST_WAIT = 0.7
 
 def relay(plan: Plan, witness: Witness, role: str, place: int, point: str | None, hit: int) -> None:
     """Relay until told to end, or killed."""
-    logging.basicConfig(filename=witness.log)
-    app.finalize()
+    scenario.enter()
     hurry()
     break_relay(plan.broken, witness.folder)
-    if point is not None:
-        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
+    lay(role, point, hit, witness)
     scenario.relay()
 
 
 def hurry() -> None:
-    """Shorten all times of a relay, and keep their order."""
+    """Shorten all times of a relay, and the grace of a sender, and keep their order."""
     shorter = {
         "LEASE": LEASE,
         "LONGEST_WAIT": LONGEST_WAIT,
@@ -43,7 +37,8 @@ def hurry() -> None:
         "LONGEST_PAUSE": 0.5,
     }
     turns = {"MINUTE": 0.5, "AGAIN": 0.1}
-    for module, values in ((relaying, shorter), (housekeeping, turns)):
+    grace = {"GRACE": 1.0}
+    for module, values in ((relaying, shorter), (housekeeping, turns), (sender, grace)):
         for name, value in values.items():
             assert hasattr(module, name)
             setattr(module, name, value)

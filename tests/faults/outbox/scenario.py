@@ -10,7 +10,8 @@ from tests.faults.outbox import broken, work
 from tests.faults.outbox.nemesis import Troublemaker
 from tests.faults.outbox.oracle import History
 from tests.faults.outbox.plan import Plan, Witness
-from tests.processes import Journal, wait_for
+from tests.faults.scenario import Stillness
+from tests.processes import wait_for
 from tests.servers import RedisServer
 
 #: Pause between two looks at the processes, s.
@@ -69,23 +70,15 @@ def run_tasks(plan: Plan, witness: Witness, lab: Lab, wanted: set[str]) -> None:
     """Let a worker run all tasks that there are, and those that these send."""
     journal = witness.journal
     (worker,) = lab.start_workers(plan, f"{work.__name__},{broken.__name__}")
-    lab.start(send_end, str(witness.folder)).result(30)
+    lab.start(send_end).result(30)
     # It is the last message of the queue, and a worker takes them in order.
     wait_for(lambda: journal.count("end"), LONGEST_RUN, "the last message never came")
-    while not wanted <= set(journal.tally("name", "greeted")) and grows(journal, plan.quiet):
-        pass
+    still = Stillness(journal, plan.at_most)
+    while not wanted <= set(journal.tally("name", "greeted")) and still.seconds() < plan.quiet:
+        time.sleep(LOOK)
     worker.stop()
 
 
-def grows(journal: Journal, seconds: float) -> bool:
-    """Wait for something new; return whether it came."""
-    number = journal.count()
-    try:
-        return wait_for(lambda: journal.count() > number, seconds)
-    except TimeoutError:
-        return False
-
-
-def send_end(folder: str) -> None:
+def send_end() -> None:
     """Send the last message."""
-    work.end.delay(folder)
+    work.end.delay()

@@ -1,8 +1,6 @@
 """A process that sends."""
 
 import itertools
-import logging
-import os
 import random
 import time
 import traceback
@@ -14,18 +12,15 @@ from celery import chain, chord, group
 from django.db import connections, transaction
 
 from django_celery_safe import send_on_commit
-from django_celery_safe.sending import sender
-from tests.app.celery import app
 from tests.app.models import Person
 from tests.faults.outbox import broken, work
 from tests.faults.outbox.plan import RELAY, Plan, Witness
 from tests.faults.outbox.points import lay
+from tests.faults.outbox.relaying import hurry
+from tests.faults.scenario import enter
 
 #: Threads, so that transactions overlap and commit in another order than they began.
 THREADS = 2
-
-#: How long a relay leaves a new row alone, beyond the time for sending it, s.
-GRACE = 1.0
 
 
 class RolledBack(Exception):
@@ -34,12 +29,9 @@ class RolledBack(Exception):
 
 def send(plan: Plan, witness: Witness, role: str, place: int, point: str | None, hit: int) -> None:
     """Run one transaction after the other until told to end, or killed."""
-    logging.basicConfig(filename=witness.log)
-    assert hasattr(sender, "GRACE")
-    sender.GRACE = GRACE  # type: ignore[misc]
-    app.finalize()
-    if point is not None:
-        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
+    enter()
+    hurry()
+    lay(role, point, hit, witness)
     # Each sender has every n-th number, and never one again.
     step = sum(role != RELAY for role in plan.roles)
     begun = witness.journal.entries("begun", role=role)
@@ -55,7 +47,7 @@ def send_often(plan: Plan, witness: Witness, role: str, count: "itertools.count[
         number = next(count)
         witness.journal.write("begun", number=number, role=role)
         try:
-            run(plan, witness, number)
+            run(plan, number)
         except RolledBack:
             pass
         except Exception:
@@ -64,32 +56,32 @@ def send_often(plan: Plan, witness: Witness, role: str, count: "itertools.count[
     connections.close_all()
 
 
-def run(plan: Plan, witness: Witness, number: int) -> None:
+def run(plan: Plan, number: int) -> None:
     """Run one transaction: rows, a task for each, and a commit or a rollback."""
     kind, lingers = plan.transaction(number)
     with transaction.atomic():
-        send_kind(kind, plan, str(witness.folder), number)
+        send_kind(kind, plan, number)
         time.sleep(lingers)
         if kind == "rolled back":
             raise RolledBack
 
 
-def send_kind(kind: str, plan: Plan, folder: str, number: int) -> None:
+def send_kind(kind: str, plan: Plan, number: int) -> None:
     """Write the rows and send the tasks of one kind of transaction."""
     parts = itertools.count()
     outbox = not plan.is_plain  # without, a send is delay_on_commit
 
-    def write() -> tuple[str, str]:
-        """Write a row, which tells later that this committed; return its task's arguments."""
+    def write() -> str:
+        """Write a row, which tells later that this committed; return its name."""
         name = f"{number}.{next(parts)}"
         Person.everyone.create(email=name)
-        return folder, name
+        return name
 
     def send_one(task: Any = work.welcome) -> None:
-        task.apply_async_on_commit(write(), outbox=outbox)
+        task.apply_async_on_commit((write(),), outbox=outbox)
 
     def sign(times: int) -> list[Any]:
-        return [work.welcome.si(*write()) for _ in range(times)]
+        return [work.welcome.si(write()) for _ in range(times)]
 
     match kind:
         case "three":

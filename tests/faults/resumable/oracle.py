@@ -28,7 +28,11 @@ class Plan(WorkersPlan):
     @property
     def harms(self) -> dict[str, int]:
         """How often each harm is done."""
-        return {"child": self.child_kills, "worker": self.worker_kills, "shutdown": self.shutdowns}
+        return {
+            "children killed": self.child_kills,
+            "workers killed": self.worker_kills,
+            "workers shut down": self.shutdowns,
+        }
 
     @property
     def pause(self) -> float:
@@ -68,14 +72,16 @@ class History:
         history.runs = witness.journal.count("begun")
         lefts = witness.journal.entries("left")
         for entry in witness.trouble.entries():
-            if entry["effect"] == "killed":
-                history.harms["inside"] += entry["inside"]
-                continue
-            history.harms[entry["what"]] += 1
-            if entry["what"] == "shutdown":
-                ours = [one["at_ns"] for one in lefts if one["pid"] in entry["inside"]]
-                after = [at - entry["begun_ns"] for at in ours if at > entry["begun_ns"]]
-                history.obeyed.append(max(after, default=0) / 1e9)
+            match entry["effect"]:
+                case "killed":
+                    history.harms["killed inside a task"] += entry["inside"]
+                case "told":
+                    told = entry["at_ns"]
+                    ours = [one["at_ns"] for one in lefts if one["pid"] in entry["inside"]]
+                    after = [at - told for at in ours if at > told]
+                    history.obeyed.append(max(after, default=0) / 1e9)
+                case harm:
+                    history.harms[harm] += 1
         return history
 
 
@@ -108,7 +114,7 @@ def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
     # The last ones may find no task to harm.
     wanted = {what: number * 0.8 for what, number in history.plan.harms.items()}
-    yield from scarce(history.harms, {**wanted, "inside": 1})
+    yield from scarce(history.harms, {**wanted, "killed inside a task": 1})
 
 
 def count(history: History) -> dict[str, float]:
@@ -116,7 +122,7 @@ def count(history: History) -> dict[str, float]:
     return {
         "rows written once": history.written[1],
         "runs": history.runs,
-        **{f"harm: {what}": history.harms[what] for what in (*history.plan.harms, "inside")},
+        **{what: history.harms[what] for what in (*history.plan.harms, "killed inside a task")},
         **percentiles("s from a shutdown to the hand-over", sorted(history.obeyed)),
         "seconds until all had ended": round(history.seconds, 1),
     }

@@ -18,6 +18,9 @@ from tests.faults.oracle import Findings, Oracle, scarce
 from tests.faults.scenario import Witness
 from tests.faults.stages.plan import TWICE, Plan
 
+#: What the nemesis does, in the order in which it is shown.
+HARMS = ("children killed", "workers killed", "killed inside a step", "broker restarted")
+
 
 class Run(NamedTuple):
     """A run's row in the end."""
@@ -65,8 +68,8 @@ class History:
         executions: The executions of each step, in order.
         lost: Processes that were told to have lost a step, with the step.
         killed: When each killed process was, ns.
-        kills: How often children and workers were, and how often inside a step.
-        again: How often a message was delivered twice.
+        harms: How often each harm was done, how often it killed inside a step, and how often a
+            message was delivered ``again``.
     """
 
     plan: Plan
@@ -78,8 +81,7 @@ class History:
     executions: dict[int, list[Execution]] = field(default_factory=lambda: defaultdict(list))
     lost: set[tuple[int, int]] = field(default_factory=set)
     killed: dict[int, int] = field(default_factory=dict)
-    kills: Counter[str] = field(default_factory=Counter)
-    again: int = 0
+    harms: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     @classmethod
@@ -107,10 +109,9 @@ class History:
         kills = witness.trouble.entries("killed")
         for entry in kills:
             history.killed.setdefault(entry["child"], entry["at_ns"])
-        history.kills = witness.trouble.tally("effect")
-        history.kills["children"] = sum(entry["what"] == "child" for entry in kills)
-        history.kills["inside"] = sum(entry["inside"] for entry in kills)
-        history.again = history.kills["again"]
+        history.harms = witness.trouble.tally("effect")
+        history.harms["children killed"] = sum(entry["what"] == "child" for entry in kills)
+        history.harms["killed inside a step"] = sum(entry["inside"] for entry in kills)
         return history
 
     def all_executions(self) -> Iterator[Execution]:
@@ -224,8 +225,7 @@ def too_little(history: History) -> Findings:
         "messages delivered twice": max(1, int(0.75 * again - 3 * again**0.5)),
         "killed inside a step": 1,
         "children killed": 1,
-        "workers killed": plan.worker_kills,
-        "broker restarted": plan.restarts,
+        **plan.harms,
     }
     return scarce(figures, wanted)
 
@@ -237,11 +237,8 @@ def count(history: History) -> dict[str, float]:
         "runs": len(history.runs),
         "steps": len(history.steps),
         "messages written": history.messages.total(),
-        "messages delivered twice": history.again,
-        "children killed": history.kills["children"],
-        "workers killed": history.kills["worker killed"],
-        "killed inside a step": history.kills["inside"],
-        "broker restarted": history.kills["broker restarted"],
+        "messages delivered twice": history.harms["again"],
+        **{what: history.harms[what] for what in HARMS},
         "executions": len(executions),
         "steps run again": len(executions) - len(history.executions),
         "steps lost": len(history.lost),

@@ -43,7 +43,8 @@ class Plan(WorkersPlan):
         between_kills: Shortest and longest time between two kills of children, s.
         worker_kills: How often a whole worker is killed, and started again.
         restarts: How often the broker is.
-        quiet: When nothing has moved for so long, s, nothing will.
+        quiet: The run ends when no message is left and nothing has moved for this time, s.
+        patience: The same, s, while messages are left.
         at_most: All must stand still after this time, s.
     """
 
@@ -57,7 +58,13 @@ class Plan(WorkersPlan):
     restarts: int = 2
     concurrency: int = 3
     quiet: float = 7.0
+    patience: float = 60.0
     at_most: float = 900.0
+
+    @property
+    def harms(self) -> dict[str, int]:
+        """The faults that each happen so many times, beside the kills of children."""
+        return {"workers killed": self.worker_kills, "broker restarted": self.restarts}
 
     def entries(self, run: int) -> list[tuple[str, int, dict[str, Any]]]:
         """Return what is given to ``stages.start`` for the n-th run."""

@@ -42,22 +42,15 @@ def record(plan: Plan, lab: Lab) -> History:
     workers = lab.start_workers(plan, "tests.faults.stages.work")
     began, starting = time.monotonic(), lab.start(start_runs, plan)
     runs = StageRun.objects.using(alias)
-    trouble = Troublemaker(
-        plan, workers, witness, broker, lambda: runs.count() if starting.running else plan.runs
-    )
-
-    def is_over(still: Stillness) -> bool:
-        """Return whether all runs have ended, or nothing has moved for long and nothing can."""
-        if still.seconds() >= plan.quiet:
-            messages = OutboxMessage.objects.using(alias).filter(due_at__isnull=False)
-            if not messages.exists() and not broker.waiting():
-                return True
-            still.since = time.monotonic()
-        return not runs.active().exists()
-
+    trouble = Troublemaker(plan, workers, witness, broker)
+    due = OutboxMessage.objects.using(alias).filter(due_at__isnull=False)
     still = Stillness(witness.journal, plan.at_most)
-    while starting.running or not trouble.is_spent or not is_over(still):
-        trouble.strike()
+    while (
+        starting.running
+        or not trouble.is_spent
+        or not still.is_over(plan, lambda: due.exists() or broker.waiting() > 0)
+    ):
+        trouble.strike(runs.count() / plan.runs if starting.running else 1.0)
         still.seconds()
         time.sleep(LOOK)
     starting.result(0)

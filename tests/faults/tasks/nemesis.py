@@ -12,30 +12,26 @@ from tests.processes import CeleryWorker
 #: Shortest and longest time between two kills, s.
 BETWEEN = (0.1, 0.5)
 
-#: Part of the kills of children that is aimed at one in which something runs.
-AIMED = 0.5
-
 
 class Killer(WorkerNemesis):
     """Kills children all the time, and whole workers now and then."""
 
+    aimed = 0.5
+
     def __init__(
         self, plan: Plan, workers: Sequence[CeleryWorker], witness: Witness, broker: RedisBroker
     ) -> None:
-        super().__init__(plan, workers, witness)
+        super().__init__(plan, workers, witness, {"workers killed": plan.worker_kills})
         self.broker = broker
-        # Spread over the time that the sends take.
-        part = plan.tasks * plan.pause / (plan.worker_kills + 1)
-        self._due = [time.monotonic() + part * (place + 1) for place in range(plan.worker_kills)]
+        self._began, self._seconds = time.monotonic(), plan.tasks * plan.pause
 
-    def strike(self) -> None:
-        """Kill one child, or a worker if it is time for that."""
+    def strike_often(self) -> None:
+        """Kill one child, or a worker if it is time for that: they share the time of the sends."""
         time.sleep(self.random.uniform(*BETWEEN))
-        if self._kill_due_worker():
+        if self.strike((time.monotonic() - self._began) / self._seconds):
             return
-        aimed = self.random.random() < AIMED
-        child = self.choose_child(self.witness.room.pids()) if aimed else None
-        if (child := child or self.choose_child()) is not None:
+        is_aimed = self.random.random() < self.aimed
+        if (child := self.choose_child(is_aimed) or self.choose_child()) is not None:
             self.kill_child(child)
 
     def strike_last(self, seconds: float) -> None:
@@ -45,15 +41,9 @@ class Killer(WorkerNemesis):
         A worker that replaces killed children all the time hardly ever waits for a message.
         """
         until = time.monotonic() + seconds
-        while self._due and time.monotonic() < until:
+        while not self.is_spent and time.monotonic() < until:
             time.sleep(self.random.uniform(*BETWEEN))
-            self._kill_due_worker()
-
-    def _kill_due_worker(self) -> bool:
-        killed = bool(self._due) and time.monotonic() > self._due[0] and self.kill_worker()
-        if killed:
-            self._due.pop(0)
-        return killed
+            self.strike(1.0)
 
     def may_kill(self, worker: CeleryWorker) -> bool:
         """

@@ -151,7 +151,7 @@ class History:
 def two_at_once(history: History) -> Findings:
     """At most one run of a task and key goes on at a time."""
     for entry in history.overlaps:
-        yield f"{entry['number']} of {entry['section']} ran at once, at {entry['at_ns']} ns."
+        yield f"Another of {entry['section']} began during a run, at {entry['at_ns']} ns."
 
 
 def lost_tasks(history: History) -> Findings:

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 from django.test import override_settings
 
 from django_celery_safe import HeldLock, iter_locks
-from tests.faults.brokers import RedisBroker
 from tests.faults.lab import PREFETCH, Lab
 from tests.faults.scenario import Witness
 from tests.faults.tasks.nemesis import Killer
@@ -15,7 +15,6 @@ from tests.faults.tasks.oracle import History
 from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT, Plan
 from tests.faults.tasks.sender import send
 from tests.processes import run_in_processes, wait_for
-from tests.servers import RedisServer
 
 #: Kills after the last send.
 LATE_KILLS = 5
@@ -36,30 +35,28 @@ def record(plan: Plan, lab: Lab) -> History:
         TimeoutError: The sends took too long.
     """
     witness = Witness(lab.folder)
-    server = lab.server(RedisServer)
-    broker = RedisBroker(server, VISIBILITY_TIMEOUT)
-    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": server.url}
+    broker: Any = lab.make_broker("redis", visibility_timeout=VISIBILITY_TIMEOUT)
+    lab.use_store(broker.server)
     # No task kills its process here, whoever strikes it: none is given up.
-    ours = {"MAX_DEATHS": None}
+    lab.settings |= {"DJANGO_CELERY_SAFE": {"MAX_DEATHS": None}, **broker.settings()}
     # The locks are looked for in this process, too.
-    lab.enter_context(
-        override_settings(CACHES={"default": cache}, DJANGO_CELERY_SAFE=ours, **broker.settings())
-    )
+    lab.enter_context(override_settings(**lab.settings))
     workers = lab.start_workers(plan, "tests.faults.tasks.work", PREFETCH)
     wait_for(lambda: broker.idle_workers() == plan.workers, 60, "the workers take no messages")
     killer = Killer(plan, workers, witness, broker)
     sends = lab.enter_context(ThreadPoolExecutor(1)).submit(
-        run_in_processes, send, 2, plan, witness, timeout=plan.at_most
+        run_in_processes, send, 2, plan, timeout=plan.at_most
     )
     while not sends.done():
-        killer.strike()
+        killer.strike_often()
     sends.result()
     for _ in range(LATE_KILLS):
-        killer.strike()
+        killer.strike_often()
     killer.strike_last(plan.patience)
     with suppress(TimeoutError):
         wait_for(lambda: broker.is_drained(plan.workers), plan.patience)
-    return History.read(witness, messages=broker.messages(), locks=wait_for_locks())
+    messages = [one["id"] for one in broker.headers()]
+    return History.read(witness, messages=messages, locks=wait_for_locks())
 
 
 def wait_for_locks() -> list[HeldLock]:

@@ -2,13 +2,12 @@
 
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 from celery import shared_task
 
 from django_celery_safe import SafeTask, single_instance
-from tests.faults.scenario import Witness
+from tests.faults.scenario import find_witness
 from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT
 from tests.processes import Gauge
 
@@ -38,14 +37,14 @@ class Watched(SafeTask):
 
     def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
         """Note a message before its lock is asked for."""
-        Witness(Path(args[0])).journal.write("tried", id=task_id)
+        find_witness().journal.write("tried", id=task_id)
 
     def after_return(
         self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any
     ) -> None:
         """Note the end of a task when all its locks have been given back."""
         if status in {"SUCCESS", "FAILURE"}:
-            Witness(Path(args[0])).journal.write("over", id=task_id, status=status)
+            find_witness().journal.write("over", id=task_id, status=status)
 
 
 OPTIONS: Any = {
@@ -61,24 +60,24 @@ ALONE: Any = {"key": "{key}", "on_conflict": "retry", "retry_delay": 0.3, "timeo
 
 @shared_task(**OPTIONS)
 @single_instance(unique_until="start", **ALONE)
-def until_start(self: Any, folder: str, key: str) -> None:
+def until_start(self: Any, key: str) -> None:
     """Work; a message that is sent meanwhile runs afterwards."""
-    work(self, folder, key)
+    work(self, key)
 
 
 @shared_task(**OPTIONS)
 @single_instance(unique_until="end", **ALONE)
-def until_end(self: Any, folder: str, key: str) -> None:
+def until_end(self: Any, key: str) -> None:
     """Work; a message that is sent meanwhile is a duplicate."""
-    work(self, folder, key)
+    work(self, key)
 
 
 TASKS: dict[str, Any] = {"start": until_start, "end": until_end}
 
 
-def work(task: Any, folder: str, key: str) -> None:
+def work(task: Any, key: str) -> None:
     """Be inside for a while, then end in one way or another."""
-    witness = Witness(Path(folder))
+    witness = find_witness()
     # By chance, not by the task: a run that outlasts the broker's timeout is redelivered, which
     # would go on for ever if each of its runs were as long.
     (longest,) = random.choices(list(DURATIONS), list(DURATIONS.values()))
