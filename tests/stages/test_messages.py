@@ -103,6 +103,13 @@ class Staged:
             self.deliver(waiting.pop(0))
             waiting += self.take()
 
+    def resume(self, run: StageRun) -> None:
+        """Let no step fail from now on, and bring a resumed run to its success."""
+        self.bodies.clear()
+        run.resume()
+        self.deliver_all()
+        assert statuses(run) == ("succeeded", "s" * run.steps.count())
+
     @property
     def runs(self) -> Any:
         """The rows of all runs."""
