@@ -3,13 +3,13 @@
 import base64
 import json
 import re
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery
 from celery.app.trace import build_tracer
+from kombu.compression import decompress
 from kombu.serialization import loads
 
 from tests.servers import RedisServer
@@ -42,12 +42,18 @@ class Published:
         return str(self.headers["task"])
 
     @property
+    def plain(self) -> bytes:
+        """The body as serialized, not compressed."""
+        kind = self.headers.get("compression")
+        plain: bytes = self.data if kind is None else decompress(self.data, kind)
+        return plain
+
+    @property
     def body(self) -> Any:
         """The decoded body: with message protocol 2 args, kwargs and what is embedded."""
-        data = self.data
-        if self.headers.get("compression") == "application/x-gzip":
-            data = zlib.decompress(data)
-        return loads(data, self.content_type, self.content_encoding, accept={self.content_type})
+        return loads(
+            self.plain, self.content_type, self.content_encoding, accept={self.content_type}
+        )
 
 
 #: Takes what was published since the last time.

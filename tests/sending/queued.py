@@ -3,12 +3,10 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import amqp
 from celery.result import ResultBase
-from kombu.compression import decompress
 
 from tests.sending.published import BROKER_DATABASE, UUID, Published, take_published
 from tests.servers import RabbitMQServer, RedisServer
@@ -23,18 +21,18 @@ NEW = ("delivery_tag", "message_count")
 class RedisQueues:
     """Queues of the private Redis; all are taken, whatever their names."""
 
-    def __init__(self, server: RedisServer, database: int = BROKER_DATABASE) -> None:
-        self.server, self.database = server, database
-        self.url = server.database_url(database)
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self.url = server.database_url(BROKER_DATABASE)
         self.transport_options: dict[str, Any] = {}
 
     def take(self, *names: str) -> list[Published]:
         """Take all messages."""
-        return take_published(self.server, self.database)
+        return take_published(self.server)
 
     def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
         """Remove all."""
-        with self.server.client(db=self.database) as client:
+        with self.server.client(db=BROKER_DATABASE) as client:
             client.flushdb()
 
 
@@ -42,28 +40,22 @@ class RabbitMQQueues:
     """Queues of the private RabbitMQ."""
 
     def __init__(self, server: RabbitMQServer) -> None:
-        self.server = server
+        self.address = f"{server.host}:{server.port}"
         self.url = server.url
         self.transport_options: dict[str, Any] = {"confirm_publish": True}
 
     def take(self, *names: str) -> list[Published]:
         """Take the messages out of these queues; one that does not exist has none."""
-        with self.connected() as connection:
+        with amqp.Connection(self.address) as connection:
             return [message for name in names for message in _get_all(connection, name)]
 
     def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
         """Remove queues and exchanges, if they are there."""
-        with self.connected() as connection:
+        with amqp.Connection(self.address) as connection:
             for queue in queues:
                 connection.channel().queue_delete(queue)
             for exchange in exchanges:
                 connection.channel().exchange_delete(exchange)
-
-    @contextmanager
-    def connected(self) -> Iterator[Any]:
-        """Connect."""
-        with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
-            yield connection
 
 
 #: The queues of one broker; ``transport_options`` are kombu's, so that a message is in its
@@ -97,18 +89,9 @@ def without(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
-def plain_data(message: Published) -> bytes:
-    """Return the body as serialized, not compressed."""
-    kind = message.headers.get("compression")
-    data: bytes = message.data if kind is None else decompress(message.data, kind)
-    return data
-
-
 def comparable(messages: Iterable[Published], result: ResultBase | None = None) -> Any:
     """Return all about messages and the ids of their result as data, ids numbered in order."""
-    parts = [
-        {**vars(message), "data": plain_data(message).decode("latin-1")} for message in messages
-    ]
+    parts = [{**vars(message), "data": message.plain.decode("latin-1")} for message in messages]
     announced = None if result is None else result.as_tuple()
     text = json.dumps([announced, parts], default=lambda value: f"{type(value)} {value!r}")
     numbers: dict[str, str] = {}

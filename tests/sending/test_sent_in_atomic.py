@@ -10,22 +10,18 @@ from django.db import transaction
 from django.test import TestCase, override_settings
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, send_on_commit
+from django_celery_safe import send_on_commit
 from django_celery_safe.events import SENT_IN_ATOMIC
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
 from tests.sending.published import Sent
+from tests.sending.test_commit import SENDS, deferring
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 Warned = Callable[[], list[logging.LogRecord]]
 
 ON = {"WARN_IN_ATOMIC": True}
-
-
-@shared_task(base=SafeTask, send_on_commit=True)
-def deferring(*args: object) -> None:
-    """Wait for the commit with every send."""
 
 
 @shared_task
@@ -58,28 +54,20 @@ def test_it_is_off_by_default(broker: Celery, sent: Sent, warned: Warned) -> Non
     assert (warned(), len(sent())) == ([], 1)
 
 
-#: Plain ways to send tasks, and of how many tasks each is told.
-SENDS: dict[str, tuple[Callable[[], Any], int]] = {
-    "delay": (lambda: add.delay(1), 1),
-    "group": (lambda: group(add.s(1), add.s(2)).delay(), 2),
-    "chord": (lambda: chord([add.s(1), add.s(2)], total.s()).delay(), 2),
-}
-
-
 @pytest.mark.parametrize(("send", "count"), SENDS.values(), ids=SENDS.keys())
 @pytest.mark.usefixtures("switched_on")
 def test_a_plain_send_in_a_transaction_is_told(
-    send: Callable[[], Any], count: int, sent: Sent, warned: Warned, make_database: MakeDatabase
+    send: Callable[[Any], Any], count: int, sent: Sent, warned: Warned, make_database: MakeDatabase
 ) -> None:
     """A WARNING for each task names the place in the code; it is sent all the same."""
     other = make_database("sqlite")
     with transaction.atomic(using=other), transaction.atomic(using=other):
-        send()
+        send(add)
     # Not before a transaction, nor after it, nor when its callbacks run.
-    send()
+    send(add)
     with transaction.atomic():
-        transaction.on_commit(send)
-    place = f"{__file__}:{send.__code__.co_firstlineno} in <lambda>"
+        transaction.on_commit(lambda: send(add))
+    place = f"{send.__code__.co_filename}:{send.__code__.co_firstlineno} in <lambda>"
     records = warned()
     assert [record.levelname for record in records] == ["WARNING"] * count
     for record in records:

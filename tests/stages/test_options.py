@@ -1,13 +1,12 @@
 """Options of one entry of a plan, beside its arguments, and labels of a run."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Barrier
 from typing import Any, Final
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_celery_safe import (
     AlreadyStarted,
@@ -19,6 +18,7 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
 from django_celery_safe.sending.relay import Relay
+from tests.background import elsewhere
 from tests.sending.conftest import rolled_back
 from tests.stages.tasks import note, reconnect
 from tests.stages.test_messages import Staged, refuse, shown, statuses
@@ -182,17 +182,15 @@ def test_starts_at_the_same_time(staged: Staged) -> None:
     barrier = Barrier(count)
     plan = stages.make_plan([(staged.task, 1, {"name": "a"})])
 
-    def start_too(_: int) -> tuple[bool, int]:
+    def start_too() -> tuple[bool, int]:
         try:
             barrier.wait(30)
             return True, stages.start(plan, key=KEY).pk
         except AlreadyStarted as error:
             return False, error.run.pk
-        finally:
-            connections[staged.alias].close()
 
-    with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(start_too, range(count)))
+    starts = [elsewhere(staged.alias, start_too) for _ in range(count)]
+    found = [one.result() for one in starts]
     assert sorted(won for won, _ in found) == [False] * (count - 1) + [True]
     assert len({pk for _, pk in found}) == 1
 

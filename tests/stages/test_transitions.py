@@ -1,12 +1,10 @@
 """Failures, resuming and aborting of a run at every moment of its plan."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any, Final
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_celery_safe import IllegalTransition
 from django_celery_safe.databases import Now
@@ -14,6 +12,7 @@ from django_celery_safe.events import RUN_RESUMED
 from django_celery_safe.models import StageRun
 from django_celery_safe.signals import run_ended
 from django_celery_safe.stages.status import Status
+from tests.background import elsewhere
 from tests.idempotency.test_flags_race import isolate
 from tests.sending.conftest import hearing, rolled_back
 from tests.servers.databases import until_somebody_waits
@@ -239,17 +238,11 @@ def test_a_change_waits_for_another_at_every_isolation_level(
     isolate(postgres_alias, level)
     runs = StageRun.objects.using(postgres_alias)
     run = runs.create(stages=1, created_at=Now())
-
-    def abort() -> None:
-        with closing(connections[postgres_alias]):
-            runs.get(pk=run.pk).abort()
-
-    with ThreadPoolExecutor(1) as pool:
-        with runs.locked(run.pk):
-            runs.update(status=Status.RUNNING)
-            second = pool.submit(abort)
-            until_somebody_waits(postgres_alias)
-        second.result()
+    with runs.locked(run.pk):
+        runs.update(status=Status.RUNNING)
+        second = elsewhere(postgres_alias, lambda: runs.get(pk=run.pk).abort())
+        until_somebody_waits(postgres_alias)
+    second.result()
     assert runs.get().status == Status.ABORTED
 
 
