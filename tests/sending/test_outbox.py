@@ -164,16 +164,15 @@ def test_a_canvas_is_kept_whole_or_not_at_all(
     make: Callable[[], Signature[Any]], postgres_alias: str, sent: Sent
 ) -> None:
     """One member that can't be kept keeps the others out; the transaction goes on."""
-    alias = postgres_alias
-    with transaction.atomic(using=alias):
+    with transaction.atomic(using=postgres_alias):
         with pytest.raises((TypeError, DataError)):
-            send_on_commit(make(), using=alias, outbox=True)
-        assert rows(alias) == []
-        Person.everyone.using(alias).create()
-        good = keep(1, alias)
+            send_on_commit(make(), using=postgres_alias, outbox=True)
+        assert rows(postgres_alias) == []
+        Person.everyone.using(postgres_alias).create()
+        good = keep(1, postgres_alias)
     assert ids(sent()) == [good.id]
-    assert Person.everyone.using(alias).count() == 1
-    assert rows(alias) == []
+    assert Person.everyone.using(postgres_alias).count() == 1
+    assert rows(postgres_alias) == []
 
 
 def test_large_messages_are_written_a_few_at_a_time(

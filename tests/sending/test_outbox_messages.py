@@ -31,8 +31,15 @@ from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
 from tests.processes import wait_for
 from tests.sending.conftest import dying_sender, hearing
-from tests.sending.published import Published, run_here
-from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
+from tests.sending.published import (
+    Published,
+    Queues,
+    RabbitMQQueues,
+    RedisQueues,
+    comparable,
+    run_here,
+    without,
+)
 from tests.sending.test_unique import once
 from tests.servers import RedisServer
 

@@ -36,8 +36,7 @@ from tests.listening import receiving
 from tests.locks.lines import line_to
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, dying_sender, hearing, ids, make_due, table
-from tests.sending.published import Sent, take_published
-from tests.sending.queued import RabbitMQQueues
+from tests.sending.published import RabbitMQQueues, Sent, take_published
 from tests.sending.test_relay import drain, leave, leave_chord, relaying
 from tests.sending.test_unique import once
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer
@@ -71,11 +70,9 @@ def recording_waits(stop: threading.Event, pauses: list[float]) -> Iterator[None
             pauses.append(seconds)
         return threading.Event.wait(stop, seconds)
 
-    stop.wait = wait  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop, "wait", wait)
         yield
-    finally:
-        del stop.wait
 
 
 def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
@@ -463,9 +460,8 @@ def test_a_database_gone_in_mid_relay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Published rows are deleted when the database is back, and not sent again."""
-    alias = postgres_alias
-    wanted = leave(alias, 5)
-    connections[alias].close()
+    wanted = leave(postgres_alias, 5)
+    connections[postgres_alias].close()
     with ExitStack() as outage:
         faults, record_sent = [postgres_server.stopped()], Relay._record_sent
 
@@ -475,12 +471,12 @@ def test_a_database_gone_in_mid_relay(
                 outage.enter_context(faults.pop())
 
         monkeypatch.setattr(Relay, "_record_sent", record_and_lose)
-        with relaying(alias):
+        with relaying(postgres_alias):
             wait_for(lambda: messages_of(caplog, "ERROR"), 20)
             outage.close()
-            wait_for(lambda: not table(alias).exists(), 20)
-            late = leave(alias)
-            wait_for(lambda: not table(alias).exists(), 20)
+            wait_for(lambda: not table(postgres_alias).exists(), 20)
+            late = leave(postgres_alias)
+            wait_for(lambda: not table(postgres_alias).exists(), 20)
     assert ids(sent()) == [*wanted, *late]
     (error,) = messages_of(caplog, "ERROR")
     assert "database can't be reached" in error

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery import Celery, chord, group, shared_task
 from django.db import transaction
-from django.test import TestCase, override_settings
+from django.test import TestCase
 from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
@@ -30,8 +30,9 @@ def plain(*args: object) -> None:
 
 
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Warned:
-    """Take the warnings of sends inside a transaction."""
+def warned(caplog: pytest.LogCaptureFixture, settings: Settings, broker: Celery) -> Warned:
+    """Take the warnings of sends inside a transaction; the setting is on."""
+    settings.DJANGO_CELERY_SAFE = ON
 
     def take() -> list[logging.LogRecord]:
         found = [one for one in caplog.records if one.name == SENT_IN_ATOMIC.logger.name]
@@ -41,21 +42,15 @@ def warned(caplog: pytest.LogCaptureFixture) -> Warned:
     return take
 
 
-@pytest.fixture
-def switched_on(settings: Settings, broker: Celery) -> None:
-    """The setting is on, and there is a broker."""
-    settings.DJANGO_CELERY_SAFE = ON
-
-
-def test_it_is_off_by_default(broker: Celery, sent: Sent, warned: Warned) -> None:
+def test_it_is_off_by_default(sent: Sent, warned: Warned, settings: Settings) -> None:
     """Without the setting a plain send is Celery's business."""
+    settings.DJANGO_CELERY_SAFE = {}
     with transaction.atomic():
         add.delay(1)
     assert (warned(), len(sent())) == ([], 1)
 
 
 @pytest.mark.parametrize(("send", "count"), SENDS.values(), ids=SENDS.keys())
-@pytest.mark.usefixtures("switched_on")
 def test_a_plain_send_in_a_transaction_is_told(
     send: Callable[[Any], Any], count: int, sent: Sent, warned: Warned, make_database: MakeDatabase
 ) -> None:
@@ -76,7 +71,6 @@ def test_a_plain_send_in_a_transaction_is_told(
     assert len(sent()) == 3 * count
 
 
-@pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize("outbox", [False, True])
 def test_sends_on_commit_are_not_told(
     outbox: bool, warned: Warned, sent: Sent, settings: Settings
@@ -96,11 +90,10 @@ class TestCaseTests(TestCase):
     """The warnings in a plain Django TestCase."""
 
     @pytest.fixture(autouse=True)
-    def use_private_broker(self, broker: Celery, warned: Warned) -> None:
+    def use_private_broker(self, warned: Warned) -> None:
         """Send to the private Redis."""
         self.warned = warned
 
-    @override_settings(DJANGO_CELERY_SAFE=ON)
     def test_its_own_transactions_do_not_count(self) -> None:
         """The test's own atomic() does not count, but the one of the code under test does."""
         add.delay(1)

@@ -28,7 +28,7 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
-from tests.caches import CACHE_BACKENDS
+from tests.caches import cache_at
 from tests.concurrency.mailbox import Mailbox
 from tests.contract.conftest import params
 from tests.locks.renewals import get_lock
@@ -246,12 +246,9 @@ def test_a_send_that_fails_frees_the_lock(without_broker: Celery, sent: Sent) ->
     assert [failure["task_id"] for failure in failures] == [result.id for result in results]
     assert [result.is_duplicate for result in results] == [None, None]
     assert list(iter_locks()) == []
-    assert once.delay(1).is_duplicate is False
-
-
-def test_a_failing_send_leaves_the_lock_of_another(without_broker: Celery, sent: Sent) -> None:
-    """A duplicate needs no broker, and one of a canvas that fails frees what is not its own."""
-    task, first = without_broker.tasks[once.name], once.delay(1)
+    first = once.delay(1)
+    assert first.is_duplicate is False
+    # A duplicate needs no broker, and one of a canvas that fails frees what is its own alone.
     assert task.delay(1).id == first.id
     with pytest.raises(OperationalError):
         chain(task.si(1), task.si(2)).delay()
@@ -260,8 +257,7 @@ def test_a_failing_send_leaves_the_lock_of_another(without_broker: Celery, sent:
 
 def test_without_the_lock_store_nothing_unique_is_sent(sent: Sent, settings: Settings) -> None:
     """Whether it is a duplicate is not known: the caller gets the error, and others are sent."""
-    nowhere = {"BACKEND": CACHE_BACKENDS["django-redis"], "LOCATION": refusing()}
-    settings.CACHES = {**settings.CACHES, "default": nowhere}
+    settings.CACHES = cache_at(refusing())
     for signature in (once.si(1), chain(once.si(1), add.si(1))):
         with pytest.raises(LockBackendError, match="did not answer to acquire"):
             signature.delay()
@@ -457,9 +453,8 @@ def test_no_child_of_a_task_never_ends(mailbox: Mailbox) -> None:
 
 def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
     """An id of the caller's own makes the second send no message of a run sent again."""
-    task = mailbox.task(
-        single_instance(key="{number}", unique_until="end")(retrying), base=SafeTask, bind=True
-    )
+    unique = single_instance(key="{number}", unique_until="end")(retrying)
+    task = mailbox.task(unique, base=SafeTask, bind=True)
     results = [task.apply_async((number,), task_id="own") for number in (7, 7, 8)]
     assert [result.id for result in results] == ["own"] * 3
     assert [result.is_duplicate for result in results] == [False, True, False]

@@ -89,26 +89,19 @@ def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Stage
     assert staged.step("a").error == "The task was revoked."
 
 
-class Fussy(SafeTask):
-    """Fails before its function when it is told to."""
-
-    abstract = True
-    fails = False
-
-    def before_start(self, *args: Any) -> None:
-        """Fail, if it is to."""
-        if self.fails:
-            raise OSError("before the function")
-
-
 def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged: Staged) -> None:
     """An error of a delivery that never had the step is none of the one that has it."""
-    fussy = staged.make_task(Fussy, "tests.fussy")
+    fails: list[bool] = []
+
+    def before_start(*args: Any) -> None:
+        if fails:
+            raise OSError("before the function")
 
     def meet(task: Any) -> None:
-        task.fails = True
+        fails.append(True)
         assert staged.deliver_elsewhere(message).state == "IGNORED"
 
+    fussy = staged.make_task(name="tests.fussy", before_start=before_start)
     run, message = staged.begin(do=meet, task=fussy)
     assert staged.deliver(message) == ("SUCCESS", None)
     assert statuses(run) == ("running", "sw")

@@ -448,71 +448,42 @@ TWICE: Final = 2
 STAGES: Final = 10
 
 
-class Crowd:
-    """
-    Runs the messages of a stage at the same time, so that its steps end together.
-
-    Args:
-        staged: Where the runs are.
-    """
-
-    def __init__(self, staged: Staged) -> None:
-        self.staged = staged
-        #: How often the body of each step was called, by what stands outside the tables.
-        self.calls: list[tuple[int, int]] = []
-        self.ending = threading.Barrier(STEPS, timeout=60)
-
-        def work(params: dict[str, Any], stage: int, number: int) -> None:
-            self.calls.append((stage, number))
-            self.ending.wait()
-
-        self.task = staged.mailbox.task(
-            stages.step(work), name="tests.crowd", base=SafeTask, acks_late=True
-        )
-
-    def start(self, count: int) -> StageRun:
-        """Start a run of so many stages."""
-        return stages.start(
-            [
-                (self.task, -stage, {"stage": stage, "number": number})
-                for stage in range(count)
-                for number in range(STEPS)
-            ]
-        )
-
-    def run_stage(self, messages: list[Message]) -> list[Message]:
-        """Run the messages of a stage, some of them twice; return what that began."""
-        both = messages + messages[:TWICE]
-        runs = [elsewhere(self.staged.alias, self.deliver, message) for message in both]
-        for run in runs:
-            assert run.result().state in ("SUCCESS", "IGNORED")
-        # A message that met its own step comes back, and has nothing to do.
-        return [one for one in self.staged.mailbox.take() if "copy" not in one.ours]
-
-    def deliver(self, message: Message) -> Outcome:
-        """Run a message in a thread."""
-        self.staged.mailbox.app.set_current()
-        return self.staged.deliver(message)
-
-
 def count_begun(staged: Staged, count: int) -> list[tuple[int, ...]]:
     """
-    Run so many stages, each by many at once; return how often each was begun.
+    Run so many stages, each by many at once, whose steps end together; return how often each began.
 
     For each stage the messages that were sent for each of its steps, as the broker has them;
     after one that was begun more or less than once, or was begun early, it ends.
     """
-    begun, crowd = [], Crowd(staged)
-    run = crowd.start(count)
+    #: How often the body of each step was called, by what stands outside the tables.
+    calls: list[tuple[int, int]] = []
+    ending = threading.Barrier(STEPS, timeout=60)
+    places = [(stage, number) for stage in range(count) for number in range(STEPS)]
+
+    def work(params: dict[str, Any], stage: int, number: int) -> None:
+        calls.append((stage, number))
+        ending.wait()
+
+    def deliver(message: Message) -> str:
+        staged.mailbox.app.set_current()
+        return staged.deliver(message).state
+
+    task = staged.mailbox.task(stages.step(work), name="tests.crowd", base=SafeTask, acks_late=True)
+    begun = []
+    run = stages.start([(task, -n, {"stage": n, "number": number}) for n, number in places])
     messages = staged.mailbox.take()
     for stage in range(count):
         sent = [(one.kwargs["stage"], one.kwargs["number"]) for one in messages]
         begun.append(tuple(sent.count((stage, number)) for number in range(STEPS)))
         if begun[-1] != (1,) * STEPS or len(sent) != STEPS:
             return begun
-        messages = crowd.run_stage(messages)
+        # Some of them come twice.
+        runs = [elsewhere(staged.alias, deliver, one) for one in messages + messages[:TWICE]]
+        assert {one.result() for one in runs} <= {"SUCCESS", "IGNORED"}
+        # A message that met its own step comes back, and has nothing to do.
+        messages = [one for one in staged.mailbox.take() if "copy" not in one.ours]
     assert messages == []
-    assert sorted(crowd.calls) == [(n, m) for n in range(count) for m in range(STEPS)]
+    assert sorted(calls) == places
     assert statuses(run) == ("succeeded", "s" * STEPS * count)
     assert run.progress.percent == 100
     return begun
