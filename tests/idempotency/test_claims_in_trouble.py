@@ -242,7 +242,6 @@ def coming_first(
 
 def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> None:
     """Not as the error of the connection that it cut off, which can be used afterwards."""
-    records = IdempotencyRecord.objects.using(postgres_alias)
     has_left = threading.Event()
 
     def end(number: int, frame: object) -> None:
@@ -255,7 +254,7 @@ def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> Non
 
     def follow_it() -> bool:
         # The server may have gone on with the claim; then a dead one is there for its lease.
-        records.update(ends_at=Now() - LONG)
+        IdempotencyRecord.objects.using(postgres_alias).update(ends_at=Now() - LONG)
         return try_once(postgres_alias, "of the second")
 
     before = signal.signal(signal.SIGUSR1, end)

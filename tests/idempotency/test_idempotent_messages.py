@@ -209,9 +209,8 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
     sqlite_immediate_alias: str, mailbox: Mailbox, settings: Settings
 ) -> None:
     """It waits for a run of its message, which waits for it: one of them does the work."""
-    alias = sqlite_immediate_alias
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    ordering, steps = Ordering(mailbox, using=alias), list[str]()
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_immediate_alias}
+    ordering, steps = Ordering(mailbox, using=sqlite_immediate_alias), list[str]()
     inside, gate = threading.Event(), threading.Event()
 
     def work(number: int) -> None:
@@ -219,7 +218,7 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
         if len(steps) == 2:
             inside.set()
             assert gate.wait(60)
-        with idempotent(f"{NAME}:{number}", using=alias) as claim:
+        with idempotent(f"{NAME}:{number}", using=sqlite_immediate_alias) as claim:
             assert claim
             steps.append("inside")
 
@@ -230,7 +229,7 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
     assert mailbox.deliver(message).state == "IGNORED"
     (of_claim,) = mailbox.take()
     with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(mailbox.deliver_elsewhere, message, alias)
+        again = pool.submit(mailbox.deliver_elsewhere, message, sqlite_immediate_alias)
         try:
             assert inside.wait(30)
             assert mailbox.deliver(of_claim).state == "IGNORED"

@@ -184,13 +184,9 @@ def test_a_task_of_another_app_is_refused() -> None:
 # Mistakes with the decorator.
 
 
-def test_above_the_task_it_is_a_mistake() -> None:
-    """Above @shared_task it says what to write."""
+def test_above_the_task_or_a_lock_it_is_a_mistake() -> None:
+    """The error says what to write; above @single_instance a skipped run would count as done."""
     with pytest.raises(TypeError, match=r"@stages.step stands above the decorator that makes"):
         stages.step(note)
-
-
-def test_above_single_instance_it_is_a_mistake() -> None:
-    """Above @single_instance a skipped run would count as done."""
     with pytest.raises(TypeError, match=r"above @single_instance of work.*Put it below"):
         stages.step(single_instance(work))
