@@ -12,15 +12,10 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import (
-    AlreadyClaimed,
-    ClaimLost,
-    WrongTransaction,
-    forget_record,
-    idempotent,
-)
+from django_celery_safe import forget_record, idempotent
 from django_celery_safe.databases import Now
 from django_celery_safe.events import CLAIM_FAILED
+from django_celery_safe.exceptions import AlreadyClaimed, ClaimLost, WrongTransaction
 from django_celery_safe.idempotency.records import RecordTable, record_table
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.models import IdempotencyRecord

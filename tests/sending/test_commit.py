@@ -25,9 +25,6 @@ from tests.servers.databases import without_autocommit
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-#: The names of the package's context variables begin with this.
-PREFIX = "django_celery_safe_"
-
 
 @shared_task(base=SafeTask, send_on_commit=True)
 def deferring(*args: object, **kwargs: object) -> None:
@@ -85,7 +82,8 @@ def test_a_rollback_takes_only_its_own_sends_back(outbox: bool, sent: Sent) -> N
 def switched_on() -> list[str]:
     """Return the names of the package's context variables that have a value here."""
     values = copy_context().items()
-    return [one.name for one, value in values if one.name.startswith(PREFIX) and value]
+    ours = "django_celery_safe_"
+    return [one.name for one, value in values if one.name.startswith(ours) and value]
 
 
 def test_a_soft_time_limit_in_a_send_changes_no_later_send(

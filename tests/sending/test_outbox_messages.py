@@ -43,9 +43,6 @@ from tests.sending.published import (
 from tests.sending.test_unique import once
 from tests.servers import RedisServer
 
-#: Seconds until a result must be there.
-PATIENCE = 60
-
 #: A moment in UTC.
 LATER = datetime(2100, 1, 1, 12, 30, 0, 123456, tzinfo=UTC)
 
@@ -444,7 +441,7 @@ def events_of(app: Celery) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 def wait_until(moment: datetime) -> None:
     """Wait for a moment."""
-    wait_for(lambda: datetime.now(UTC) > moment, PATIENCE)
+    wait_for(lambda: datetime.now(UTC) > moment)
 
 
 def moved(messages: list[Published], *names: str) -> list[Published]:

@@ -44,8 +44,6 @@ from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind
 from tests.statements import raising
 
-RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
-
 
 def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
@@ -448,7 +446,7 @@ def autodiscover() -> tuple[bool, bool]:
     before = "django_celery_safe.tasks" in sys.modules
     app.autodiscover_tasks()
     app.loader.import_default_modules()
-    return before, RELAY_TASK in app.tasks
+    return before, "django_celery_safe.tasks.relay_outbox" in app.tasks
 
 
 def test_a_project_that_autodiscovers_has_the_task() -> None:

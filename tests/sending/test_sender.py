@@ -32,16 +32,7 @@ from tests.background import elsewhere
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port, start_in_process, wait_for
-from tests.sending.conftest import (
-    ONE_TRY,
-    TABLE,
-    MakeApp,
-    count_calls,
-    hearing,
-    ids,
-    rolled_back,
-    table,
-)
+from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, count_calls, hearing, ids, table
 from tests.sending.published import Sent
 from tests.sending.test_outbox import keep, row_ids
 from tests.servers import RabbitMQServer, RedisServer, Server
@@ -127,8 +118,9 @@ def test_a_test_runs_only_the_callbacks_of_its_block(alias: str, sent: Sent) -> 
             keep(1, alias)
             with self.captureOnCommitCallbacks(using=alias, execute=True) as callbacks:
                 inside.append(keep(2, alias).id)
-                with rolled_back(alias):
+                with transaction.atomic(using=alias):
                     add.apply_async_on_commit((3,), using=alias)
+                    transaction.set_rollback(True, using=alias)
                 inside.append(add.apply_async_on_commit((4,), using=alias).id)
             assert len(callbacks) == len(inside)
 
@@ -223,8 +215,6 @@ def test_the_chords_of_a_commit_wait_once_for_a_silent_result_backend(
 
 # Brokers that refuse, or say nothing.
 
-#: OUTBOX_SEND_TIMEOUT where a broker is silent, s.
-TIMEOUT = 0.8
 #: Time after which a commit hangs, s: Celery itself would wait for minutes, or without end.
 HANGS = 30.0
 
@@ -260,7 +250,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 @pytest.fixture
 def patience(settings: Settings) -> None:
     """Give a broker that is silent little time."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": TIMEOUT}
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 0.8}
 
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])

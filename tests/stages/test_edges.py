@@ -311,10 +311,3 @@ def test_an_eager_step_does_not_wait_for_a_run(eager: Staged) -> None:
     assert (statuses(run), statuses(inner[0])) == (("succeeded", "ss"),) * 2
     assert sorted(eager.calls) == list("abcd")
     assert run.wait(0).status == "succeeded"
-
-
-def test_eager_stages_are_not_nested(eager: Staged) -> None:
-    """So many of them would be more than Python's stack can take."""
-    run = eager.start(*["a"] * 100)
-    assert statuses(run) == ("succeeded", "s" * 100)
-    assert len(eager.calls) == 100

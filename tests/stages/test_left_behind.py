@@ -27,8 +27,6 @@ from tests.stages.test_edges import begin_and_die
 from tests.stages.test_messages import Staged, refuse, shown, statuses
 from tests.statements import at_statement
 
-TABLE = OutboxMessage._meta.db_table
-
 
 def relay(staged: Staged) -> list[Message]:
     """Send all messages again, as a relay does when it is time for that; return them."""
@@ -334,7 +332,9 @@ def test_a_step_that_begins_while_its_run_stops_ends_as_it_will(staged: Staged) 
 
         # After the look which steps wait, and before these are aborted.
         quote = '"' if connections[staged.alias].vendor == "postgresql" else "`"
-        message_id = ".".join(f"{quote}{name}{quote}" for name in (TABLE, "id"))
+        message_id = ".".join(
+            f"{quote}{name}{quote}" for name in ("django_celery_safe_outboxmessage", "id")
+        )
         with at_statement(staged.alias, f"SELECT {message_id}", begin, times=1):
             run.abort()
         alive = run.steps.alive().count()

@@ -8,14 +8,9 @@ from typing import Any, Final
 import pytest
 from django.db import transaction
 
-from django_celery_safe import (
-    AlreadyStarted,
-    ConfigurationError,
-    IllegalTransition,
-    SafeTask,
-    stages,
-)
+from django_celery_safe import ConfigurationError, SafeTask, stages
 from django_celery_safe.databases import Now
+from django_celery_safe.exceptions import AlreadyStarted, IllegalTransition
 from django_celery_safe.models import StageRun
 from django_celery_safe.sending.relay import Relay
 from tests.background import elsewhere

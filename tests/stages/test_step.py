@@ -284,6 +284,9 @@ def test_eagerly_all_is_done_at_once(eager: Staged) -> None:
     assert (*statuses(run), eager.calls) == ("succeeded", "sssss", list("abcde"))
     assert run.params == dict.fromkeys("abcde", True)
     assert (eager.take(), OutboxMessage.objects.using(eager.alias).count()) == ([], 0)
+    # Nested, so many stages would be more than Python's stack can take.
+    run = eager.start(*["a"] * 100)
+    assert (*statuses(run), len(eager.calls)) == ("succeeded", "s" * 100, 5 + 100)
 
 
 def test_eagerly_an_error_may_propagate(eager: Staged) -> None:
