@@ -1,13 +1,28 @@
-"""Work that a worker's main process does in background threads, as seen by a test."""
+"""Work in other threads: of a test, and of a worker's main process, as seen by a test."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Any
 
+from django.db import connections
 from django.db.backends.signals import connection_created
 
 from django_celery_safe.delivery import endings
+
+
+def elsewhere(alias: str, act: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+    """Begin something in another thread, which has a connection of its own to a database."""
+
+    def run() -> Any:
+        with closing(connections[alias]):
+            return act(*args, **options)
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    return future
 
 
 def settle() -> None:

@@ -1,9 +1,9 @@
-"""Claims on real databases: their commits, their renewals and their races."""
+"""Claims on real databases: their commits, renewals and races, and what is forgotten."""
 
+import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -12,17 +12,21 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import AlreadyClaimed, ClaimLost, WrongTransaction, idempotent
+from django_celery_safe import forget_record, idempotent
 from django_celery_safe.databases import Now
 from django_celery_safe.events import CLAIM_FAILED
+from django_celery_safe.exceptions import AlreadyClaimed, ClaimLost, WrongTransaction
 from django_celery_safe.idempotency.records import RecordTable, record_table
+from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_lost
 from tests.app.models import Person
+from tests.background import elsewhere
 from tests.conftest import MakeDatabase
 from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.sending.conftest import hearing
+from tests.servers.databases import until_somebody_waits
 from tests.statements import at_statement
 
 KEY: Final = "invoice:1"
@@ -226,83 +230,71 @@ def test_queries_are_few(alias: str) -> None:
 
 # Changes between the look at the record and the claim.
 
+#: The token of the first process.
 FIRST: Final = "0123456789abcdef" * 2
 SECOND: Final = FIRST[::-1]
 LONG: Final = timedelta(minutes=1)
 
 
-def add(records: Any, left: timedelta) -> None:
-    """Let the first have the record."""
-    records.create(
-        key=KEY,
-        state=IdempotencyRecord.State.RUNNING,
-        token=FIRST,
-        holder="{}",
-        claimed_at=Now(),
-        ends_at=Now() + left,
-    )
+def begin(alias: str, key: str = KEY, lease: timedelta = LONG, **holder: Any) -> None:
+    """Let a first process claim a key; with a negative lease it has died in the work."""
+    facts = {"holder": encode_holder(key, Holder("web1", 42, **holder)), "digest": ""}
+    facts |= {"token": FIRST, "lease": lease.total_seconds()}
+    assert record_table(alias).execute("add_record", key, **facts)
 
 
-def finish(records: Any) -> None:
+def finish(alias: str, key: str = KEY) -> None:
     """Let the first finish after all."""
-    assert end(records, FIRST, state="done", result='"stored"', error="", cursor="")
+    end(alias, key, FIRST, state="done", result='"stored"', error="", cursor="")
 
 
-def follow(records: Any) -> None:
+def follow(alias: str) -> None:
     """Let a second claim it."""
-    facts = {"holder": "{}", "digest": "", "lease": LONG.total_seconds()}
-    table = record_table(records.db)
-    assert table.execute("claim_record", KEY, token=SECOND, **facts)
+    facts = {"token": SECOND, "holder": "{}", "digest": "", "lease": LONG.total_seconds()}
+    assert record_table(alias).execute("claim_record", KEY, **facts)
 
 
-def follow_and_fail(records: Any) -> None:
+def follow_and_fail(alias: str) -> None:
     """Let a second claim it, and fail."""
-    follow(records)
-    assert end(records, SECOND, state="failed", result="", error="no", cursor=None)
+    follow(alias)
+    end(alias, KEY, SECOND, state="failed", result="", error="no", cursor=None)
 
 
-def end(records: Any, token: str, **values: Any) -> bool:
+def end(alias: str, key: str, token: str, **values: Any) -> None:
     """Let a claim end."""
-    keep = LONG.total_seconds()
-    return record_table(records.db).execute("end_record", KEY, token=token, keep=keep, **values)
+    values |= {"token": token, "keep": LONG.total_seconds()}
+    assert record_table(alias).execute("end_record", key, **values)
 
 
-def forget(records: Any) -> None:
-    """Let somebody delete the record."""
-    records.all().delete()
-
-
-def add_first(records: Any) -> None:
-    """Let the first claim it before us."""
-    add(records, LONG)
-
-
-def add_and_finish(records: Any) -> None:
+def begin_and_finish(alias: str) -> None:
     """Let the first do it before us."""
-    add(records, LONG)
-    finish(records)
+    begin(alias)
+    finish(alias)
+
+
+def delete(alias: str) -> None:
+    """Let somebody delete the record."""
+    IdempotencyRecord.objects.using(alias).all().delete()
 
 
 @pytest.mark.parametrize(
     ("step", "ending"),
     [
-        (finish, "stored"), (follow, "claimed"), (follow_and_fail, 3), (forget, 1),
-        (add_first, "claimed"), (add_and_finish, "stored"),
+        (finish, "stored"), (follow, "claimed"), (follow_and_fail, 3), (delete, 1),
+        (begin, "claimed"), (begin_and_finish, "stored"),
     ],
 )  # fmt: skip
 @pytest.mark.sql
 def test_a_step_of_another_comes_first(
-    step: Callable[[Any], None], ending: Any, alias: str
+    step: Callable[[str], None], ending: Any, alias: str
 ) -> None:
     """A claim decides by the record's newest state, even if another changes it after our look."""
-    records = IdempotencyRecord.objects.using(alias)
-    is_new = step in (add_first, add_and_finish)
+    is_new = step in (begin, begin_and_finish)
     if not is_new:
-        add(records, -LONG)
+        begin(alias, lease=-LONG)
 
     def come_first() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(take, step, alias).result()
+        elsewhere(alias, step, alias).result()
 
     with at_statement(alias, "INSERT" if is_new else "UPDATE", come_first, times=1) as met:
         if ending == "claimed":
@@ -316,7 +308,42 @@ def test_a_step_of_another_comes_first(
     assert met
 
 
-def take(step: Callable[[Any], None], alias: str) -> None:
-    """Take a step on another connection."""
-    with closing(connections[alias]):
-        step(IdempotencyRecord.objects.using(alias))
+# Forgetting.
+
+
+@pytest.mark.parametrize("key", ["mail:1", "an order of größe", "x" * 300])
+def test_forgotten_work_is_done_again(
+    alias: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record goes, which is logged with the whole key; other records stay."""
+    caplog.set_level(logging.INFO, "django_celery_safe.record_forgotten")
+    assert do(key, using=alias)
+    assert do("mail:2", using=alias)
+    assert forget_record(plain_name(key), using=alias)
+    assert not forget_record(key, using=alias)
+    assert [do(key, using=alias), do("mail:2", using=alias)] == [True, False]
+    assert forget_record(key, using=alias)
+    assert [vars(record)["safe_key"] for record in caplog.records] == [key, key]
+
+
+def test_work_that_runs_is_not_forgotten(alias: str) -> None:
+    """Its process is named; work whose process died is forgotten."""
+    begin(alias, task="shop.tasks.charge", task_id="6f1c")
+    with pytest.raises(AlreadyClaimed, match=r"done by task 6f1c .* in process 42 on web1"):
+        forget_record(KEY, using=alias)
+    assert record_table(alias).find(KEY) is not None
+    begin(alias, "mail:2", -LONG)
+    assert forget_record("mail:2", using=alias)
+
+
+@pytest.mark.sql
+def test_a_claim_that_commits_meanwhile_is_safe(postgres_alias: str) -> None:
+    """The DELETE waits for a claim that is not committed, and leaves its record."""
+    begin(postgres_alias, lease=-LONG)
+    with transaction.atomic(using=postgres_alias):
+        follow(postgres_alias)
+        forgotten = elsewhere(postgres_alias, forget_record, KEY, using=postgres_alias)
+        until_somebody_waits(postgres_alias)
+    with pytest.raises(AlreadyClaimed):
+        forgotten.result()
+    assert record_of(postgres_alias).token == SECOND

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,14 @@ from django_celery_safe.events import CLAIM_FAILED
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_lost
 from tests.app.models import Person
+from tests.background import elsewhere
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.idempotency.test_claims import (
     KEY,
     LONG,
-    add,
-    add_and_finish,
-    add_first,
+    begin,
+    begin_and_finish,
     do,
     enter,
     follow,
@@ -193,13 +193,13 @@ def test_who_comes_after_finish_waits_for_the_end_of_the_transaction(
 @pytest.mark.parametrize(
     ("step", "ending", "level"),
     [
-        (add_first, None, "SERIALIZABLE"),
-        (add_and_finish, "stored", "REPEATABLE_READ"),
+        (begin, None, "SERIALIZABLE"),
+        (begin_and_finish, "stored", "REPEATABLE_READ"),
         (follow, None, "REPEATABLE_READ"),
     ],
 )
 def test_stricter_isolation_makes_no_other_errors(
-    step: Callable[[Any], None],
+    step: Callable[[str], None],
     ending: str | None,
     level: str,
     make_database: MakeDatabase,
@@ -210,42 +210,38 @@ def test_stricter_isolation_makes_no_other_errors(
     alias = make_database("mariadb-repeatable" if is_mariadb else "postgres")
     if not is_mariadb:
         isolate(alias, level)
-    records = IdempotencyRecord.objects.using(alias)
     if step is follow:
-        add(records, -LONG)
-    with coming_first(alias, lambda: step(records)):
+        begin(alias, lease=-LONG)
+    with coming_first(alias, step):
         if ending is None:
-            with pytest.raises(AlreadyClaimed), idempotent(KEY, using=alias):
-                pytest.fail("the block ran")
+            with pytest.raises(AlreadyClaimed):
+                enter(using=alias)
         else:
             assert result_of_repeat(alias) == ending
 
 
 @contextmanager
 def coming_first(
-    alias: str, *steps: Callable[[], object], waited: Callable[[], object] = bool
+    alias: str, step: Callable[[str], object], waited: Callable[[], object] = bool
 ) -> Iterator[None]:
-    """Have taken steps in another transaction, which ends when somebody waits for it."""
+    """Have taken a step in another transaction, which ends when somebody waits for it."""
     inside = threading.Event()
 
     def come_first() -> None:
-        with closing(connections[alias]), transaction.atomic(using=alias):
-            for step in steps:
-                step()
+        with transaction.atomic(using=alias):
+            step(alias)
             inside.set()
             until_somebody_waits(alias)
             waited()
 
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(come_first)
-        assert inside.wait(30)
-        yield
-        first.result()
+    first = elsewhere(alias, come_first)
+    assert inside.wait(30)
+    yield
+    first.result()
 
 
 def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> None:
     """Not as the error of the connection that it cut off, which can be used afterwards."""
-    records = IdempotencyRecord.objects.using(postgres_alias)
     has_left = threading.Event()
 
     def end(number: int, frame: object) -> None:
@@ -258,14 +254,14 @@ def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> Non
 
     def follow_it() -> bool:
         # The server may have gone on with the claim; then a dead one is there for its lease.
-        records.update(ends_at=Now() - LONG)
+        IdempotencyRecord.objects.using(postgres_alias).update(ends_at=Now() - LONG)
         return try_once(postgres_alias, "of the second")
 
     before = signal.signal(signal.SIGUSR1, end)
     try:
-        with coming_first(postgres_alias, lambda: add_first(records), waited=limit):
-            with pytest.raises(SoftTimeLimitExceeded), idempotent(KEY, using=postgres_alias):
-                pytest.fail("the block ran")
+        with coming_first(postgres_alias, begin, waited=limit):
+            with pytest.raises(SoftTimeLimitExceeded):
+                enter(using=postgres_alias)
             has_left.set()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -381,13 +377,13 @@ def test_a_file_that_is_locked_for_long_does_not_undo_the_work(
     is_locked = threading.Event()
 
     def write() -> None:
-        with closing(connections[sqlite_alias]), transaction.atomic(using=sqlite_alias):
+        with transaction.atomic(using=sqlite_alias):
             Person.everyone.using(sqlite_alias).create(pk=1)
             is_locked.set()
             wait_for(lambda: "retrying" in caplog.text, 30, "it was not tried again")
 
-    with ThreadPoolExecutor(1) as pool, idempotent(KEY, using=sqlite_alias) as claim:
-        writing = pool.submit(write)
+    with idempotent(KEY, using=sqlite_alias) as claim:
+        writing = elsewhere(sqlite_alias, write)
         assert is_locked.wait(30)
         claim.finish("stored")
         writing.result()
@@ -465,8 +461,8 @@ def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
     with pytest.raises(ValueError, match="no"), idempotent(KEY, using=through):
         raise ValueError("no")
     unanswered = at_statement(through, "UPDATE", partial(setattr, way, "cut_after", 0))
-    with unanswered, pytest.raises(DatabaseError), idempotent(KEY, using=through, timeout=600):
-        pytest.fail("the block ran")
+    with unanswered, pytest.raises(DatabaseError):
+        enter(using=through, timeout=600)
     assert way.cut_after is None
     assert record_of(direct).state == IdempotencyRecord.State.RUNNING
     assert not try_once(direct, "too early")

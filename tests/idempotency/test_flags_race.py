@@ -5,8 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from django.db.transaction import Atomic
 from django_celery_safe import IdempotentMixin, LockNotAcquired, WrongTransaction, transactions
 from django_celery_safe.idempotency.flags import _Once
 from tests.app.models import Account, Customer, Person
+from tests.background import elsewhere
 from tests.conftest import MakeDatabase
 from tests.idempotency.test_flags import FLAG, enter, row_for
 from tests.interruption import Interruption
@@ -96,26 +96,28 @@ def test_rows_that_refer_to_the_row_are_added_while_the_block_runs(postgres_alia
     account = Account.objects.using(postgres_alias).create()
 
     def refer() -> int:
-        with closing(connections[postgres_alias]) as connection:
-            with connection.cursor() as cursor:
-                cursor.execute("SET lock_timeout = '30s'")
-            Customer(account_ptr_id=account.pk).save_base(raw=True, using=postgres_alias)
-            return Customer.objects.using(postgres_alias).count()
+        with connections[postgres_alias].cursor() as cursor:
+            cursor.execute("SET lock_timeout = '30s'")
+        Customer(account_ptr_id=account.pk).save_base(raw=True, using=postgres_alias)
+        return Customer.objects.using(postgres_alias).count()
 
-    with (
-        ThreadPoolExecutor(1) as other,
-        Account.do_once(account.pk, FLAG, using=postgres_alias) as row,
-    ):
+    with Account.do_once(account.pk, FLAG, using=postgres_alias) as row:
         assert row == account
-        assert other.submit(refer).result() == 1
+        assert elsewhere(postgres_alias, refer).result() == 1
     assert Account.objects.using(postgres_alias).get().is_welcome_email_sent
 
 
 @pytest.mark.sql
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_a_killed_block_is_done_again(guarantee: str, db_alias: str) -> None:
-    """A process killed in its block leaves the row free, and undone unless it is at most once."""
+    """
+    A process killed in its block leaves the row free, and undone unless it is at most once.
+
+    Under at_most_once the row, and on SQLite the database, is free while the block runs, too.
+    """
     with staying_inside(db_alias, guarantee) as process:
+        if guarantee == "at_most_once":
+            assert row_for(Person, 1, "is_badge_printed", using=db_alias, nowait=True) is not None
         process.kill()
         assert (row_for(Person, 1, using=db_alias) is None) is (guarantee == "at_most_once")
 
@@ -173,13 +175,6 @@ def staying_inside(alias: str, guarantee: Any = "at_least_once") -> Iterator[Fun
         yield process
 
 
-@pytest.mark.sql
-def test_at_most_once_locks_nothing_while_its_block_runs(db_alias: str) -> None:
-    """The row, and on SQLite the database, is free for others while the block runs."""
-    with staying_inside(db_alias, "at_most_once"):
-        assert row_for(Person, 1, "is_badge_printed", using=db_alias, nowait=True) is not None
-
-
 def test_a_connection_that_breaks_in_the_block_leaves_it_undone(
     postgres_alias: str, postgres_server: PostgresServer
 ) -> None:
@@ -224,12 +219,12 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
     monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=lambda: now[0]))
     isolate(postgres_alias, level)
     Person.everyone.using(postgres_alias).create(pk=1)
-    with ThreadPoolExecutor(1) as pool:
-        with Person.do_once(1, FLAG, using=postgres_alias):
-            second = pool.submit(is_ours, postgres_alias, guarantee)
-            until_somebody_waits(postgres_alias)
-            now[0] += 3600
-        assert second.result() is False
+    options = {"using": postgres_alias, "guarantee": guarantee}
+    with Person.do_once(1, FLAG, using=postgres_alias):
+        second = elsewhere(postgres_alias, row_for, Person, 1, **options)
+        until_somebody_waits(postgres_alias)
+        now[0] += 3600
+    assert second.result() is None
 
 
 def test_what_serializable_refuses_at_the_commit_begins_again(
@@ -241,12 +236,11 @@ def test_what_serializable_refuses_at_the_commit_begins_again(
     journal = Journal(tmp_path / "effects.jsonl")
 
     def do(seed: int) -> None:
-        with closing(connections[postgres_alias]):
-            # Each in an order of its own.
-            do_all(postgres_alias, journal, Random(seed).sample(PKS, len(PKS)), "at_most_once")
+        # Each in an order of its own.
+        do_all(postgres_alias, journal, Random(seed).sample(PKS, len(PKS)), "at_most_once")
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(do, range(4)))
+    for doing in [elsewhere(postgres_alias, do, seed) for seed in range(4)]:
+        doing.result()
     assert journal.tally("pk", "effect") == dict.fromkeys(PKS, 1)
 
 
@@ -259,8 +253,8 @@ def test_a_snapshot_that_is_too_old_is_explained(postgres_alias: str) -> None:
         transaction.atomic(using=postgres_alias),
     ):
         assert Person.everyone.using(postgres_alias).exists()  # the snapshot is made
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(is_ours, postgres_alias, "at_least_once").result() is True
+        other = elsewhere(postgres_alias, row_for, Person, 1, using=postgres_alias)
+        assert other.result() is not None
         enter(Person, 1, using=postgres_alias, durable=False)
     assert getattr(caught.value.__cause__, "sqlstate", None) == "40001"
 
@@ -272,12 +266,6 @@ def isolate(alias: str, level: str) -> None:
     connections.settings[alias]["OPTIONS"]["isolation_level"] = IsolationLevel[level]
     connections[alias].close()
     del connections[alias]
-
-
-def is_ours(alias: str, guarantee: Any) -> bool:
-    """Do it, in a thread of its own; return whether it was to be done."""
-    with closing(connections[alias]):
-        return row_for(Person, 1, using=alias, guarantee=guarantee) is not None
 
 
 @pytest.mark.parametrize(

@@ -385,9 +385,7 @@ class InPlainTestCase(TestCase):
         with idempotent("invoice:1") as claim, transaction.atomic():
             claim.finish(1)
         assert result_of_repeat() == 1
-
-    def test_inside_atomic_it_is_refused(self) -> None:
-        """An atomic() of the code under test does count."""
+        # An atomic() of the code under test does count.
         with transaction.atomic(), pytest.raises(WrongTransaction):
             enter()
 

@@ -1,7 +1,6 @@
 """Messages of idempotent tasks, without a worker."""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,19 +23,18 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.events import TASK_OWN_COPY
-from django_celery_safe.idempotency.records import record_table
-from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import IdempotencyRecord
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_without_message import by_apply, by_run, directly, eagerly
 from tests.conftest import MakeDatabase
+from tests.idempotency.test_claims import FIRST, begin, end, finish
 from tests.sending.conftest import hearing
 
 NAME: Final = "tests.ordering"
+#: Of number 7.
+KEY: Final = f"{NAME}:7"
 #: Time left of the lease of the other process that does the work, s.
 LEASE: Final = 20
-#: The token of that process.
-TOKEN: Final = "0123456789abcdef" * 2
 
 
 class Ordering:
@@ -72,24 +70,7 @@ class Ordering:
 
     def is_done_elsewhere(self, task_id: str | None = "other", seconds: float = LEASE) -> None:
         """Let another process have number 7, as its record would say."""
-        holder = Holder("elsewhere", 4711, time.time(), True, NAME, task_id)
-        self.records.create(
-            key=f"{NAME}:7",
-            state=IdempotencyRecord.State.RUNNING,
-            token=TOKEN,
-            holder=encode_holder(f"{NAME}:7", holder),
-            claimed_at=Now(),
-            ends_at=Now() + timedelta(seconds=seconds),
-        )
-
-    def ends_elsewhere(self) -> None:
-        """Let the other process finish it."""
-        assert self.end(state="done", result='"by the other"', error="")
-
-    def end(self, **values: Any) -> bool:
-        """Let the other process end, well or not."""
-        values |= {"token": TOKEN, "cursor": "", "keep": 86400.0}
-        return record_table(self.alias).execute("end_record", f"{NAME}:7", **values)
+        begin(self.alias, KEY, timedelta(seconds=seconds), task=NAME, task_id=task_id)
 
 
 @pytest.fixture
@@ -112,7 +93,7 @@ def test_a_repeat_takes_one_query(mailbox: Mailbox, db: None) -> None:
     assert mailbox.deliver(ordering.message(7, "EUR")) == ("SUCCESS", "7 EUR")
     assert ordering.runs == [0]
     record = ordering.records.get()
-    assert record.key == f"{NAME}:7"
+    assert record.key == KEY
     assert message.id in record.holder
 
 
@@ -167,8 +148,8 @@ def test_a_message_comes_back_after_the_lease(
     assert (copy.args, copy.kwargs) == (message.args, message.kwargs)
     assert began + timedelta(seconds=LEASE - 1) <= copy.eta
     assert copy.delay <= LEASE
-    ordering.ends_elsewhere()
-    assert mailbox.deliver(copy) == ("SUCCESS", "by the other")
+    finish(ordering.alias, KEY)
+    assert mailbox.deliver(copy) == ("SUCCESS", "stored")
     assert ordering.runs == []
     assert mailbox.take() == []
 
@@ -216,8 +197,8 @@ def test_a_block_in_a_task_lets_the_message_come_back(mailbox: Mailbox, db: None
     assert mailbox.deliver(message).state == "IGNORED"
     copy = mailbox.take_one()
     assert copy.id == message.id
-    elsewhere.ends_elsewhere()
-    assert mailbox.deliver(copy) == ("SUCCESS", "by the other")
+    finish(elsewhere.alias, KEY)
+    assert mailbox.deliver(copy) == ("SUCCESS", "stored")
     assert steps == ["before"] * 2 + ["inside"]
 
 
@@ -228,9 +209,8 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
     sqlite_immediate_alias: str, mailbox: Mailbox, settings: Settings
 ) -> None:
     """It waits for a run of its message, which waits for it: one of them does the work."""
-    alias = sqlite_immediate_alias
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    ordering, steps = Ordering(mailbox, using=alias), list[str]()
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_immediate_alias}
+    ordering, steps = Ordering(mailbox, using=sqlite_immediate_alias), list[str]()
     inside, gate = threading.Event(), threading.Event()
 
     def work(number: int) -> None:
@@ -238,7 +218,7 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
         if len(steps) == 2:
             inside.set()
             assert gate.wait(60)
-        with idempotent(f"{NAME}:{number}", using=alias) as claim:
+        with idempotent(f"{NAME}:{number}", using=sqlite_immediate_alias) as claim:
             assert claim
             steps.append("inside")
 
@@ -249,7 +229,7 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
     assert mailbox.deliver(message).state == "IGNORED"
     (of_claim,) = mailbox.take()
     with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(mailbox.deliver_elsewhere, message, alias)
+        again = pool.submit(mailbox.deliver_elsewhere, message, sqlite_immediate_alias)
         try:
             assert inside.wait(30)
             assert mailbox.deliver(of_claim).state == "IGNORED"
@@ -325,11 +305,11 @@ def test_a_retry_without_delay_waits_for_the_end_of_its_run(
     message = ordering.message()
     ordering.is_done_elsewhere(message.id)
 
-    def end() -> None:
-        ordering.end(state="failed", result="", error="Retry")
+    def fail() -> None:
+        end(alias, KEY, FIRST, state="failed", result="", error="Retry", cursor="")
         connections[alias].close()
 
-    ending = threading.Timer(0.1, end)
+    ending = threading.Timer(0.1, fail)
     ending.start()
     assert mailbox.deliver(message) == ("SUCCESS", "7 EUR")
     ending.join()

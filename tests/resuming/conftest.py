@@ -7,7 +7,6 @@ from celery import signals
 
 from django_celery_safe.resuming import checkpoints
 from tests.sending.conftest import carried as carried
-from tests.sending.conftest import mailbox as mailbox
 
 
 @pytest.fixture

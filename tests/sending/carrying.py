@@ -5,6 +5,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from celery.app.task import Context
+from celery.signals import task_revoked
 from django.db import OperationalError, connections
 from django.db.models import F
 
@@ -12,6 +14,7 @@ from django_celery_safe import SafeTask
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
+from tests.background import settle
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 
 Body = Callable[..., Any]
@@ -116,6 +119,14 @@ def leave_dead(carried: Carried, message: Message, after: Body | None = None) ->
     carried.body = after or body
     carried.rows.update(state="running", error="", **before)
     carried.make_due()
+
+
+def revoke(task: Any, message: Message, **facts: bool) -> None:
+    """Say what a worker's main process says of a message that is terminated, expired or revoked."""
+    facts = {"terminated": False, "expired": False, **facts}
+    request = Context(message.headers, headers=message.headers)
+    task_revoked.send(task, request=request, signum=None, **facts)
+    settle()
 
 
 def lose_commit(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,10 @@
 import gc
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -91,11 +91,9 @@ def refusing() -> str:
     return f"redis://127.0.0.1:{dead_port()}/0"
 
 
-class MakeApp(Protocol):
-    """Makes a Celery app of the test's own, with the shared tasks of the tests."""
-
-    def __call__(self, **conf: Any) -> Celery:
-        """Return the app; ``conf`` is Celery's configuration on top of the private Redis."""
+#: Makes a Celery app of the test's own, with the shared tasks of the tests and a configuration
+#: on top of the private Redis.
+MakeApp = Callable[..., Celery]
 
 
 @pytest.fixture
@@ -169,15 +167,11 @@ class _FieldsHandler(logging.Handler):
 
 
 @pytest.fixture
-def mailbox(locks_in_memory: None) -> Iterator[Mailbox]:
-    """A mailbox whose locks are in memory."""
-    with closing(Mailbox()) as mailbox:
-        yield mailbox
-
-
-@pytest.fixture
 def carried(
-    request: pytest.FixtureRequest, mailbox: Mailbox, make_database: MakeDatabase
+    request: pytest.FixtureRequest,
+    mailbox: Mailbox,
+    locks_in_memory: None,
+    make_database: MakeDatabase,
 ) -> Carried:
     """A carried task, with its rows in the database of the run, or in one that a test names."""
     return Carried(mailbox, make_database(kind_of(request)))

@@ -86,7 +86,6 @@ def test_it_is_refused_however_it_is_sent(send: Callable[[Any, Any], Any], sent:
     assert sent() == []
 
 
-@pytest.mark.usefixtures("mode")
 def test_a_plain_pickled_send_goes_out_as_in_celery(
     mode: str, sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from billiard.exceptions import WorkerLostError
 from celery import chain, chord, group
-from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded, WorkerTerminate
-from celery.signals import after_task_publish, task_received, task_rejected, task_revoked
+from celery.signals import after_task_publish, task_received, task_rejected
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import ContentDisallowed
@@ -54,12 +53,14 @@ from tests.concurrency.mailbox import Message, end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.carrying import Carried, leave_dead, lose_commit
+from tests.sending.carrying import Carried, leave_dead, lose_commit, revoke
 from tests.sending.conftest import dying_sender, hearing
 from tests.statements import at_statement, raising
 
 #: Larger than any process id (Linux: PID_MAX_LIMIT).
 NO_PROCESS = 2**22 + 1
+#: Makes the message of a task unique until its run has ended.
+UNIQUE = single_instance(key=[], unique_until="end")
 #: Statements that open and close transactions.
 BRACKETS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE")
 
@@ -424,12 +425,11 @@ def test_a_process_that_gives_its_task_back_when_it_is_revoked(carried: Carried)
     def give_back() -> None:
         assert carried.rows.put_back(carried.row.token, timedelta(0), "SystemExit: -241")
 
-    def revoke(task: Any) -> None:
-        request = Context(message.headers, headers=message.headers)
+    def lose(task: Any) -> None:
         with before_its_update(give_back):
-            task_revoked.send(task, request=request, terminated=True, expired=False)
+            revoke(task, message, terminated=True)
 
-    carried.body = revoke
+    carried.body = lose
     message = carried.send()
     state, error = carried.mailbox.deliver(message)
     assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
@@ -444,9 +444,8 @@ def test_a_message_that_is_done_while_its_duplicate_is_revoked(carried: Carried)
         carried.rows.update(state="done", ended_at=Now(), due_at=None, token="")
 
     message = carried.send()
-    request = Context(message.headers, headers=message.headers)
     with before_its_update(end):
-        task_revoked.send(carried.task, request=request, terminated=False, expired=False)
+        revoke(carried.task, message)
     assert (carried.row.state, carried.row.error) == ("done", "")
 
 
@@ -628,7 +627,7 @@ def test_a_sender_that_records_too_late_records_nothing(carried: Carried, goes_o
 
 def test_a_begun_task_is_no_duplicate(carried: Carried) -> None:
     """Another message took the lock of its send meanwhile: it waits, and is not dropped."""
-    task = make_unique(carried, "tests.unique")
+    task = carried.make_task("tests.unique", UNIQUE)
     first = carried.send(1, task=task)
     leave_dead(carried, first)
     (held,) = iter_locks()
@@ -725,11 +724,6 @@ def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: Setti
         carried.make_task("tests.wrong", max_deaths=0).name  # noqa: B018 - made at its use
 
 
-def make_unique(carried: Carried, name: str, **options: Any) -> Any:
-    """Make a carried task whose message is unique until its run has ended."""
-    return carried.make_task(name, single_instance(key=[], unique_until="end", **options))
-
-
 def test_a_row_ends_after_the_lock_of_its_run(carried: Carried) -> None:
     """Another run can take the lock as soon as the row says that this run is done."""
     held: list[bool] = []
@@ -744,7 +738,7 @@ def test_a_row_ends_after_the_lock_of_its_run(carried: Carried) -> None:
 
 def test_a_duplicate_leaves_no_row(carried: Carried) -> None:
     """Whether the sender or a relay finds out: it would be run once the first is done."""
-    task = make_unique(carried, "tests.unique")
+    task = carried.make_task("tests.unique", UNIQUE)
     first = carried.send(1, task=task)
     second = task.apply_async_on_commit((2,), using=carried.alias)
     assert (second.id, second.is_duplicate) == (first.id, True)
@@ -865,7 +859,7 @@ def test_the_task_of_a_killed_process_is_due_at_once(
 
     It comes again, so the same is still a duplicate.
     """
-    task = make_unique(carried, "tests.killed")
+    task = carried.make_task("tests.killed", UNIQUE)
     message = carried.send(task=task)
     leave_dead(carried, message)
     holder = encode_holder(message.id, Holder(host=host, pid=pid))

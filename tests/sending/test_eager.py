@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery import chain, chord, group, shared_task
 from celery.canvas import Signature
-from celery.result import AsyncResult, EagerResult, GroupResult
+from celery.result import EagerResult, GroupResult
 from django.db import transaction
 from django.test import TestCase
 
@@ -15,8 +15,7 @@ from tests.app.celery import app
 from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.sending.conftest import rolled_back
-from tests.sending.published import ids_in, take_published
-from tests.servers import RedisServer
+from tests.sending.published import ids_in
 
 #: Effects of the tasks below, emptied before each test.
 effects: list[Any] = []
@@ -124,15 +123,3 @@ class EagerTests(TestCase):
                 assert last.state == "FAILURE"
                 with pytest.raises(LookupError, match="from the task"):
                     last.get()
-
-
-@pytest.mark.usefixtures("broker", "db")
-def test_captured_callbacks_publish_for_real(redis_server: RedisServer) -> None:
-    """Without eager mode, a TestCase's captured callbacks send to the broker."""
-    with TestCase.captureOnCommitCallbacks(execute=True), transaction.atomic():
-        result = add.delay_on_commit(1)
-        with rolled_back():
-            add.delay_on_commit(2)
-        assert take_published(redis_server) == []
-    assert isinstance(result, AsyncResult)
-    assert [message.id for message in take_published(redis_server)] == [result.id]

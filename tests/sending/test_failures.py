@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import redis
-from celery import chain, chord, group
+from celery import Celery, chain, chord, group
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
@@ -46,15 +46,14 @@ def test_nothing_is_contacted_before_the_commit(
 
 @pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
 def test_a_failed_send_is_told_and_harms_nothing(
-    send: Callable[[Any], Any], make_app: MakeApp, caplog: pytest.LogCaptureFixture
+    send: Callable[[Any], Any], without_broker: Celery, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The error is kept, logged and signalled; the row is there and other callbacks run."""
-    app = make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY)
     ran: list[str] = []
     with hearing(task_send_failed) as failures, transaction.atomic():
         Person.everyone.create()
         transaction.on_commit(lambda: ran.append("before"))
-        result = send(app.tasks[add.name])
+        result = send(without_broker.tasks[add.name])
         assert result.send_error is None
         transaction.on_commit(lambda: ran.append("after"))
 

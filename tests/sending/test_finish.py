@@ -1,7 +1,6 @@
 """``current_claim().finish()`` in carried tasks: its commit, and events after it."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -24,6 +23,7 @@ from django_celery_safe import (
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
+from tests.background import elsewhere
 from tests.clock import held_clock
 from tests.concurrency.mailbox import Mailbox
 from tests.kinds import more_for_claim
@@ -257,12 +257,10 @@ def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> 
     """It has the context of the task, as asgiref and asyncio give it to their threads."""
 
     def finish() -> None:
-        with closing(connections[carried.alias]):
-            current_claim().finish("stored")
+        current_claim().finish("stored")
 
     def work(task: Any, number: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(copy_context().run, finish).result()
+        elsewhere(carried.alias, copy_context().run, finish).result()
         assert carried.row.result == '"stored"'
 
     assert carried.run(work, 1).state == "SUCCESS"

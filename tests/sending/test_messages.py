@@ -19,8 +19,7 @@ from django_celery_safe.sending.publisher import DELAYED
 from tests.app.celery import app
 from tests.app.tasks import add, note, total
 from tests.sending.conftest import MakeApp, hearing, rolled_back
-from tests.sending.published import Sent, ids_in
-from tests.sending.queued import comparable, without
+from tests.sending.published import Sent, comparable, ids_in, without
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -1,8 +1,6 @@
 """Rows of the outbox on the sending side: when they are there, and when they are gone."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -30,6 +28,7 @@ from django_celery_safe.sending.message_table import MessageTable
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
+from tests.background import elsewhere
 from tests.listening import receiving
 from tests.sending.conftest import TABLE, MakeApp, hearing, ids, refusing, rolled_back, table
 from tests.sending.published import Sent, ids_in
@@ -69,24 +68,23 @@ def keep(number: Any, using: str = DEFAULT_DB_ALIAS, task: Any = add, **options:
     return task.apply_async_on_commit((number,), using=using, outbox=True, **options)
 
 
+def keep_chain(number: Any, using: str) -> Any:
+    """Send a chain through the outbox of a database."""
+    return send_on_commit(chain(add.s(number), add.s(2)), using=using, outbox=True)
+
+
 # Transactions.
 
 
 @pytest.mark.sql
 def test_a_row_is_there_until_the_broker_has_its_message(alias: str, sent: Sent) -> None:
     """It is part of the transaction, unseen by others; the commit publishes and deletes it."""
-
-    def look() -> list[OutboxMessage]:
-        with closing(connections[alias]):
-            return rows(alias)
-
     with hearing(task_sent) as told, transaction.atomic(using=alias):
         result = keep(1, alias)
         (row,) = rows(alias)
         assert (row.task, row.task_id, row.attempts) == (add.name, result.id, 0)
         assert str(row) == f"{add.name}[{result.id}]"
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(look).result() == []
+        assert elsewhere(alias, rows, alias).result() == []
         assert sent() == []
     assert rows(alias) == []
     assert ids(sent()) == [result.id]
@@ -94,33 +92,21 @@ def test_a_row_is_there_until_the_broker_has_its_message(alias: str, sent: Sent)
     assert [said["task_id"] for said in told] == [result.id]
 
 
-#: Ways to send a task through the outbox.
-FORMS: dict[str, Callable[[Any, str], Any]] = {
-    "argument": lambda task, using: task.apply_async_on_commit((1,), using=using, outbox=True),
-    "canvas": lambda task, using: send_on_commit(
-        chain(task.s(1), task.s(2)), using=using, outbox=True
-    ),
-}
-
-
-@pytest.mark.parametrize("send", FORMS.values(), ids=FORMS)
-def test_the_row_is_committed_when_its_message_is_published(
-    send: Callable[[Any, str], Any], alias: str, broker: Celery, sent: Sent
-) -> None:
+def test_the_row_is_committed_when_its_message_is_published(alias: str, sent: Sent) -> None:
     """A process that dies between the two leaves a row, also without a transaction."""
     states: list[tuple[bool, int]] = []
 
     def look(**_: Any) -> None:
         states.append((connections[alias].in_atomic_block, len(rows(alias))))
 
-    task = broker.tasks[add.name]
-    with receiving(after_task_publish, look):
-        result = send(task, alias)
-        with transaction.atomic(using=alias):
-            send(task, alias)
-    assert states == [(False, 1), (False, 1)]
-    assert (rows(alias), result.send_error) == ([], None)
-    assert len(sent()) == 2
+    for send in (keep, keep_chain):
+        with receiving(after_task_publish, look):
+            result = send(1, alias)
+            with transaction.atomic(using=alias):
+                send(2, alias)
+        assert (rows(alias), result.send_error) == ([], None)
+    assert states == [(False, 1)] * 4
+    assert len(sent()) == 4
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -178,16 +164,15 @@ def test_a_canvas_is_kept_whole_or_not_at_all(
     make: Callable[[], Signature[Any]], postgres_alias: str, sent: Sent
 ) -> None:
     """One member that can't be kept keeps the others out; the transaction goes on."""
-    alias = postgres_alias
-    with transaction.atomic(using=alias):
+    with transaction.atomic(using=postgres_alias):
         with pytest.raises((TypeError, DataError)):
-            send_on_commit(make(), using=alias, outbox=True)
-        assert rows(alias) == []
-        Person.everyone.using(alias).create()
-        good = keep(1, alias)
+            send_on_commit(make(), using=postgres_alias, outbox=True)
+        assert rows(postgres_alias) == []
+        Person.everyone.using(postgres_alias).create()
+        good = keep(1, postgres_alias)
     assert ids(sent()) == [good.id]
-    assert Person.everyone.using(alias).count() == 1
-    assert rows(alias) == []
+    assert Person.everyone.using(postgres_alias).count() == 1
+    assert rows(postgres_alias) == []
 
 
 def test_large_messages_are_written_a_few_at_a_time(
@@ -282,21 +267,13 @@ def test_what_can_not_be_sent_raises_at_the_call(alias: str, sent: Sent) -> None
             keep(1, alias, errback=object())
         with pytest.raises(NotSerializable, match=f"header of task {add.name}"):
             keep(1, alias, headers={"ours": [{1: object()}]})
-        assert rows(alias) == []
-        good = keep(1, alias)
-    assert ids(sent()) == [good.id]
-    assert rows(alias) == []
-
-
-def test_a_task_id_that_no_column_holds_is_refused(alias: str, sent: Sent) -> None:
-    """The call raises before the database is asked, so that the transaction can go on."""
-    with transaction.atomic(using=alias):
         with pytest.raises(NotSerializable, match=r"its task_id.*256 characters"):
             keep(1, alias, task_id="x" * 256)
         assert rows(alias) == []
         longest = keep(1, alias, task_id="x" * 255)
         assert row_ids(alias) == [longest.id]
     assert ids(sent()) == [longest.id]
+    assert rows(alias) == []
 
 
 @pytest.mark.sql
@@ -314,7 +291,7 @@ def test_arguments_of_5_mb_are_kept(alias: str, sent: Sent) -> None:
     assert rows(alias) == []
 
 
-def test_another_broker_is_an_error(broker: Celery, make_app: MakeApp) -> None:
+def test_another_broker_is_an_error(broker: Celery, make_app: MakeApp, sent: Sent) -> None:
     """A commit and a relay send to the app's own broker."""
     elsewhere = make_app(broker_url=refusing())
     with elsewhere.connection_for_write() as connection:
@@ -326,10 +303,7 @@ def test_another_broker_is_an_error(broker: Celery, make_app: MakeApp) -> None:
         with pytest.raises(TypeError, match="outbox=False"):
             keep(1, connection=connection)
     assert rows() == []
-
-
-def test_what_belongs_to_the_apps_own_broker_is_fine(broker: Celery, sent: Sent) -> None:
-    """A producer is left aside, since it may be someone else's by the time of the commit."""
+    # A producer of its own is left aside: it may be someone else's by the time of the commit.
     with broker.producer_or_acquire() as given, transaction.atomic():
         result = keep(1, producer=given)
         assert row_ids() == [result.id]
@@ -364,8 +338,15 @@ def test_a_row_that_can_not_be_deleted_stays(
     assert "a relay sends them" in warning.getMessage()
 
 
-def group_interrupted_at_its_second(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a group of three; when its second is published, a soft time limit hits."""
+@pytest.mark.parametrize("outbox", [True, False])
+def test_a_soft_time_limit_at_the_commit_is_raised_after_the_others_are_safe(
+    outbox: bool, alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    Published rows are deleted, the others are due, and the committing task gets the limit.
+
+    Without the outbox nobody else sends the others, so they go out before it is raised.
+    """
     original, interrupted = publisher_module.put, "the second"
 
     def put(message: Any, *args: Any, **options: Any) -> None:
@@ -374,33 +355,16 @@ def group_interrupted_at_its_second(monkeypatch: pytest.MonkeyPatch) -> Any:
         original(message, *args, **options)
 
     monkeypatch.setattr(publisher_module, "put", put)
-    return group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
-
-
-def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
-    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Published rows are deleted, the others are due, and the committing task gets the limit."""
-    members = group_interrupted_at_its_second(monkeypatch)
+    members = [add.s(1), add.s(2).set(task_id=interrupted), add.s(3)]
     with pytest.raises(SoftTimeLimitExceeded), transaction.atomic(using=alias):
-        result = send_on_commit(members, using=alias, outbox=True)
-    wanted = [part.id for part in result]
-    assert ids(sent()) == wanted[:1]
-    assert row_ids(alias) == wanted[1:]
-    assert {row.task_id for row in table(alias).due()} == set(wanted[1:])
-    assert {row.attempts for row in rows(alias)} == {0}
+        result = send_on_commit(group(members), using=alias, outbox=outbox)
+    first, second, third = [part.id for part in result]
+    left = [second, third] if outbox else []
+    assert ids(sent()) == ([first] if outbox else [first, third])
+    assert row_ids(alias) == left
+    assert {row.task_id for row in table(alias).due()} == set(left)
+    assert [row.attempts for row in rows(alias)] == [0] * len(left)
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
-
-
-def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
-    sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the outbox nobody else sends the others, so they go out before it is raised."""
-    members = group_interrupted_at_its_second(monkeypatch)
-    with pytest.raises(SoftTimeLimitExceeded), transaction.atomic():
-        result = send_on_commit(members)
-    first, _, third = [part.id for part in result]
-    assert ids(sent()) == [first, third]
 
 
 # Tasks that are sent once.

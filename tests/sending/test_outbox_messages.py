@@ -31,13 +31,17 @@ from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
 from tests.processes import wait_for
 from tests.sending.conftest import dying_sender, hearing
-from tests.sending.published import Published, run_here
-from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
+from tests.sending.published import (
+    Published,
+    Queues,
+    RabbitMQQueues,
+    RedisQueues,
+    comparable,
+    run_here,
+    without,
+)
 from tests.sending.test_unique import once
 from tests.servers import RedisServer
-
-#: Seconds until a result must be there.
-PATIENCE = 60
 
 #: A moment in UTC.
 LATER = datetime(2100, 1, 1, 12, 30, 0, 123456, tzinfo=UTC)
@@ -437,7 +441,7 @@ def events_of(app: Celery) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 def wait_until(moment: datetime) -> None:
     """Wait for a moment."""
-    wait_for(lambda: datetime.now(UTC) > moment, PATIENCE)
+    wait_for(lambda: datetime.now(UTC) > moment)
 
 
 def moved(messages: list[Published], *names: str) -> list[Published]:

@@ -144,15 +144,14 @@ def claim_and_wait(alias: str) -> None:
 
 def test_a_claim_does_not_wait_for_another(postgres_alias: str) -> None:
     """Rows that another transaction is claiming are skipped, and free when it is killed."""
-    alias = postgres_alias
-    made = make(alias, 5, due_at=-SECOND)
-    with start_in_process(claim_and_wait, alias) as other:
+    made = make(postgres_alias, 5, due_at=-SECOND)
+    with start_in_process(claim_and_wait, postgres_alias) as other:
         assert other.receive() == made[:2]
-        with connections[alias].cursor() as cursor:
+        with connections[postgres_alias].cursor() as cursor:
             cursor.execute("SET lock_timeout = '5s'")
-        assert keys(table(alias).claim(100, MINUTE, TOKEN)) == made[2:]
+        assert keys(table(postgres_alias).claim(100, MINUTE, TOKEN)) == made[2:]
         other.kill()
-        assert keys(wait_for(lambda: table(alias).claim(100, MINUTE, TOKEN))) == made[:2]
+        assert keys(wait_for(lambda: table(postgres_alias).claim(100, MINUTE, TOKEN))) == made[:2]
 
 
 # Steps.

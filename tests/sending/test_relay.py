@@ -8,8 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,6 @@ from celery.signals import after_task_publish
 from django.core.management import call_command
 from django.db import connections
 from django.test.utils import CaptureQueriesContext
-from kombu import Queue
 from pytest_django import Settings
 
 from django_celery_safe.databases import Now
@@ -31,17 +29,15 @@ from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
 from tests.app.tasks import add
+from tests.background import elsewhere
 from tests.conftest import MakeDatabase
 from tests.listening import receiving
 from tests.processes import FunctionFailed, meet, run_in_processes, start_in_process, tell, wait_for
-from tests.sending.conftest import TABLE, MakeApp, dying_sender, hearing, ids, make_due, table
+from tests.sending.conftest import TABLE, dying_sender, hearing, ids, make_due, table
 from tests.sending.published import Sent
 from tests.sending.test_outbox import keep
 from tests.sending.test_unique import once
-from tests.servers import RabbitMQServer
 from tests.servers.databases import DatabaseKind
-
-RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
 
 
 def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
@@ -62,20 +58,15 @@ def relaying(alias: str) -> Iterator[threading.Event]:
     """Run a relay in a thread during the block, or until the event is set."""
     stop = threading.Event()
 
-    def run() -> None:
-        with closing(connections[alias]):
-            Relay(alias).run(stop)
-
     # The first connection to a SQLite file switches it to WAL. Two that do at once fail, without
     # waiting for each other.
     if connections[alias].vendor == "sqlite":
         connections[alias].ensure_connection()
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
-        try:
-            yield stop
-        finally:
-            stop.set()
+    running = elsewhere(alias, lambda: Relay(alias).run(stop))
+    try:
+        yield stop
+    finally:
+        stop.set()
         running.result(60)
 
 
@@ -106,15 +97,12 @@ def test_queries_are_counted_by_batches(
         sizes = iter(relay.relay_batch, 0)
         assert list(sizes) == [100, 100, 50]
     words = Counter(q["sql"].split()[0] for q in queries.captured_queries if TABLE in q["sql"])
-    # At the end it looks where the last batch ended, and then from the beginning.
-    if db_kind == "postgres":
-        assert words == {"SELECT": 3 + 2, "UPDATE": 3, "DELETE": 3}
-    elif db_kind == "mariadb":
-        # The UPDATE returns nothing, so its rows are read after it.
-        assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3, "DELETE": 3}
-    else:
-        # It looks before it locks all others out; the lock is a DELETE of nothing.
-        assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3, "DELETE": 3 + 3}
+    # At the end it looks where the last batch ended, and then from the beginning. On MariaDB the
+    # UPDATE returns nothing, so its rows are read after it. On SQLite it looks before it locks all
+    # others out; the lock is a DELETE of nothing.
+    selects = 3 + 2 if db_kind == "postgres" else 3 + 3 + 2
+    deletes = 3 if db_kind in ("postgres", "mariadb") else 3 + 3
+    assert words == {"SELECT": selects, "UPDATE": 3, "DELETE": deletes}
     assert len(sent()) == 250
 
 
@@ -300,7 +288,7 @@ def test_it_notes_that_it_is_there(
     assert row.seen_at > before.seen_at
 
 
-# Apps and brokers.
+# Apps.
 
 
 def test_a_row_for_another_relay_waits_for_it(
@@ -322,44 +310,6 @@ def test_a_row_for_another_relay_waits_for_it(
     assert left.error in caplog.text
 
 
-def rabbitmq_app(make_app: MakeApp, server: RabbitMQServer, **conf: Any) -> Celery:
-    """Return an app whose queue on RabbitMQ is its own and empty."""
-    name = f"q-{os.urandom(4).hex()}"
-    return make_app(broker_url=server.url, task_default_queue=name, **conf)
-
-
-def take_out(app: Celery) -> list[str]:
-    """Take the messages out of an app's queue; return their ids."""
-    with app.connection_for_read() as connection:
-        queue = app.amqp.queues[app.conf.task_default_queue].bind(connection.default_channel)
-        taken = [message.headers["id"] for message in iter(lambda: queue.get(no_ack=True), None)]
-        queue.delete()
-    return taken
-
-
-@pytest.mark.long
-def test_rabbitmq_confirms_what_it_got(
-    alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
-) -> None:
-    """A message that a full queue refused is not taken for sent; the others are."""
-    app = rabbitmq_app(make_app, rabbitmq_server)
-    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
-    full = Queue(f"full-{os.urandom(4).hex()}", queue_arguments=arguments)
-    app.amqp.queues.add(full)
-    task = app.tasks[add.name]
-    leave(alias, 1, task=task, queue=full.name)
-    refused = leave(alias, 1, task=task, queue=full.name)
-    wanted = leave(alias, 2, task=task)
-    table(alias).filter(task_id__in=refused).update(due_at=Now() - timedelta(milliseconds=500))
-    assert drain(alias) == 3
-    row = table(alias).get()
-    assert ([row.task_id], row.attempts) == (refused, 1)
-    assert "Nack" in row.error
-    assert take_out(app) == wanted
-    with app.connection_for_write() as connection:
-        full(connection.default_channel).delete()
-
-
 # The shipped task.
 
 
@@ -369,7 +319,7 @@ def autodiscover() -> tuple[bool, bool]:
     before = "django_celery_safe.tasks" in sys.modules
     app.autodiscover_tasks()
     app.loader.import_default_modules()
-    return before, RELAY_TASK in app.tasks
+    return before, "django_celery_safe.tasks.relay_outbox" in app.tasks
 
 
 def test_a_project_that_autodiscovers_has_the_task() -> None:

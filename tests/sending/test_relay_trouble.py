@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import redis
 from celery import Celery, group
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
+from kombu import Queue
 from psycopg import sql
 from pytest_django import Settings
 
@@ -34,8 +36,8 @@ from tests.listening import receiving
 from tests.locks.lines import line_to
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, dying_sender, hearing, ids, make_due, table
-from tests.sending.published import Sent, take_published
-from tests.sending.test_relay import drain, leave, rabbitmq_app, relaying, take_out
+from tests.sending.published import RabbitMQQueues, Sent, take_published
+from tests.sending.test_relay import drain, leave, relaying
 from tests.sending.test_unique import once
 from tests.servers import PostgresServer, RabbitMQServer, RedisServer
 from tests.servers.databases import registered
@@ -46,16 +48,9 @@ SECRET = "hunter2"
 
 
 @pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """A Redis of the test's own, to be stopped, paused and put out of order."""
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def own_task(own_redis: RedisServer, make_app: MakeApp) -> Any:
+def own_task(fragile_redis: RedisServer, make_app: MakeApp) -> Any:
     """A task of an app whose broker is the test's own Redis."""
-    return make_app(broker_url=own_redis.url, result_backend=None).tasks[add.name]
+    return make_app(broker_url=fragile_redis.url, result_backend=None).tasks[add.name]
 
 
 @pytest.fixture
@@ -75,11 +70,9 @@ def recording_waits(stop: threading.Event, pauses: list[float]) -> Iterator[None
             pauses.append(seconds)
         return threading.Event.wait(stop, seconds)
 
-    stop.wait = wait  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop, "wait", wait)
         yield
-    finally:
-        del stop.wait
 
 
 def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
@@ -165,11 +158,7 @@ def test_a_poison_message_is_set_aside(
 
 
 def test_a_redis_key_of_another_type(
-    alias: str,
-    broker: Celery,
-    redis_server: RedisServer,
-    sent: Sent,
-    caplog: pytest.LogCaptureFixture,
+    alias: str, redis_server: RedisServer, sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Messages to that one queue fail, without their content in the error; the others go out."""
     with redis_server.client(db=1) as client:
@@ -189,17 +178,28 @@ def test_a_redis_key_of_another_type(
 def test_what_rabbitmq_refuses(
     alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
 ) -> None:
-    """A missing exchange costs its messages an attempt only."""
-    app = rabbitmq_app(make_app, rabbitmq_server)
+    """A full queue, or a missing exchange, costs its messages an attempt only."""
+    name, full = (f"{what}-{os.urandom(4).hex()}" for what in ("own", "full"))
+    app = make_app(broker_url=rabbitmq_server.url, task_default_queue=name)
+    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    app.amqp.queues.add(Queue(full, queue_arguments=arguments))
     task = app.tasks[add.name]
+    (first,) = leave(alias, task=task, queue=full)
     wanted = leave(alias, 2, task=task)
-    bad = leave(alias, 2, task=task, exchange="missing", routing_key="anywhere")
+    refused = dict.fromkeys(leave(alias, task=task, queue=full), "Nack")
+    missing = leave(alias, 2, task=task, exchange="missing", routing_key="anywhere")
     wanted += leave(alias, 2, task=task)
-    table(alias).filter(task_id__in=bad).update(due_at=Now() - timedelta(minutes=1))
-    assert drain(alias) == 4
-    assert set(table(alias).values_list("task_id", flat=True)) == set(bad)
-    assert [(row.attempts, "NOT_FOUND" in row.error) for row in table(alias)] == [(1, True)] * 2
-    assert set(take_out(app)) == set(wanted)
+    for task_ids, ago in ((refused, 0.5), (missing, 60)):
+        due_at = Now() - timedelta(seconds=ago)
+        table(alias).filter(task_id__in=task_ids).update(due_at=due_at)
+    refused |= dict.fromkeys(missing, "NOT_FOUND")
+    assert drain(alias) == 5
+    assert set(table(alias).values_list("task_id", flat=True)) == set(refused)
+    for row in table(alias):
+        assert (row.attempts, refused[row.task_id] in row.error) == (1, True)
+    queues = RabbitMQQueues(rabbitmq_server)
+    assert (ids(queues.take(full)), ids(queues.take(name))) == ([first], wanted)
+    queues.forget([name, full], [])
 
 
 # A broker that is gone.
@@ -237,7 +237,7 @@ TROUBLES = [
 def test_a_broker_that_is_gone_is_waited_for(
     trouble: Callable[[RedisServer], Any],
     alias: str,
-    own_redis: RedisServer,
+    fragile_redis: RedisServer,
     own_task: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -249,8 +249,8 @@ def test_a_broker_that_is_gone_is_waited_for(
     with relaying(alias) as stop:
         leave(alias, 2, task=own_task)
         wait_for(lambda: not table(alias).exists())
-        assert len(take_published(own_redis, 0)) == 2
-        with trouble(own_redis), recording_waits(stop, pauses):
+        assert len(take_published(fragile_redis, 0)) == 2
+        with trouble(fragile_redis), recording_waits(stop, pauses):
             wanted = leave(alias, 3, task=own_task)
             with suppress(TimeoutError):
                 wait_for(lambda: len(pauses) > 3 or any(attempts(alias)), 20)
@@ -263,7 +263,7 @@ def test_a_broker_that_is_gone_is_waited_for(
         wait_for(lambda: not table(alias).exists(), 20)
     assert len(messages_of(caplog, "ERROR")) == 1
     assert [text for text in messages_of(caplog, "WARNING") if "relayed again" in text] != []
-    published = ids(take_published(own_redis, 0))
+    published = ids(take_published(fragile_redis, 0))
     # A silent server may have got what nobody could tell.
     assert set(published) == set(wanted)
     assert trouble is RedisServer.silence or len(published) == 3
@@ -291,25 +291,25 @@ def test_a_lost_race_is_no_outage(
     assert messages_of(caplog, "ERROR") == []
 
 
-def test_a_restart_costs_nothing(alias: str, own_redis: RedisServer, own_task: Any) -> None:
+def test_a_restart_costs_nothing(alias: str, fragile_redis: RedisServer, own_task: Any) -> None:
     """A relay whose connection was closed meanwhile connects anew, and no attempt is used."""
     relay = Relay(alias)
     leave(alias, 2, task=own_task)
     relay.drain()
-    own_redis.restart()
+    fragile_redis.restart()
     wanted = leave(alias, 2, task=own_task)
     with hearing(task_send_failed) as failures:
         relay.drain()
     assert failures == []
-    assert ids(take_published(own_redis, 0)) == wanted
+    assert ids(take_published(fragile_redis, 0)) == wanted
 
 
 @pytest.mark.parametrize("kind", ["sends", "group"])
 def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
-    kind: str, alias: str, own_redis: RedisServer, own_task: Any
+    kind: str, alias: str, fragile_redis: RedisServer, own_task: Any
 ) -> None:
     """The broker answers before it and after it: it fails alone, at the commit and in a relay."""
-    with own_redis.client() as client:
+    with fragile_redis.client() as client:
         client.config_set("proto-max-bulk-len", 2**20)
     parts = [own_task.s(text) for text in ("first", "x" * 2**21, "third")]
     with hearing(task_send_failed) as failures:
@@ -320,7 +320,7 @@ def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
                 results = [send_on_commit(part, using=alias, outbox=True) for part in parts]
         first, broken, third = [result.id for result in results]
         # The broker may have some messages of the group already, so they may come twice.
-        assert set(ids(take_published(own_redis, 0))) == {first, third}
+        assert set(ids(take_published(fragile_redis, 0))) == {first, third}
         relay = Relay(alias)
         relay.drain()
     assert [failure["task_id"] for failure in failures] == [broken, broken]
@@ -330,10 +330,10 @@ def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
 
 @pytest.mark.parametrize(("cuts", "after"), [(1, 12000), (2, 300)])
 def test_a_connection_that_is_cut_in_mid_batch(
-    cuts: int, after: int, alias: str, own_redis: RedisServer, make_app: MakeApp
+    cuts: int, after: int, alias: str, fragile_redis: RedisServer, make_app: MakeApp
 ) -> None:
     """Unconfirmed messages are published again: none is missing, and no attempt is used."""
-    with line_to(own_redis.port) as line:
+    with line_to(fragile_redis.port) as line:
         app = make_app(broker_url=f"redis://127.0.0.1:{line.port}/0", result_backend=None)
         wanted = leave(alias, 30, task=app.tasks[add.name])
         line.cuts = [after] * cuts
@@ -343,12 +343,12 @@ def test_a_connection_that_is_cut_in_mid_batch(
         make_due(alias)
         drain(alias)
         assert line.cuts == []
-    assert set(ids(take_published(own_redis, 0))) == set(wanted)
+    assert set(ids(take_published(fragile_redis, 0))) == set(wanted)
     assert not table(alias).exists()
 
 
 def test_a_transport_that_is_not_installed_uses_up_no_attempt(
-    alias: str, own_redis: RedisServer, own_task: Any
+    alias: str, fragile_redis: RedisServer, own_task: Any
 ) -> None:
     """A relay whose environment lacks the broker's client gives all rows back."""
     leave(alias, 2, task=own_task)
@@ -360,7 +360,7 @@ def test_a_transport_that_is_not_installed_uses_up_no_attempt(
 
 
 def test_one_broker_that_is_gone_does_not_keep_the_other_waiting(
-    alias: str, own_redis: RedisServer
+    alias: str, fragile_redis: RedisServer
 ) -> None:
     """With two apps, the messages of the one whose broker is there go out, whichever it is."""
     names = ("here", "there")
@@ -372,12 +372,12 @@ def test_one_broker_that_is_gone_does_not_keep_the_other_waiting(
             for name in names:
                 app = Celery(name, set_as_current=False)
                 stack.callback(app.close)
-                url = own_redis.url if name == answering else gone
+                url = fragile_redis.url if name == answering else gone
                 app.conf.update(broker_url=url, result_backend=None)
                 left[name] = leave(alias, 2, task=app.tasks[add.name])
             with pytest.raises(BrokerGone):
                 drain(alias)
-            assert ids(take_published(own_redis, 0)) == left.pop(answering)
+            assert ids(take_published(fragile_redis, 0)) == left.pop(answering)
             assert attempts(alias) == [0] * 2
             assert set(table(alias).values_list("task_id", flat=True)) == set(*left.values())
             table(alias).discard()
@@ -459,9 +459,8 @@ def test_a_database_gone_in_mid_relay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Published rows are deleted when the database is back, and not sent again."""
-    alias = postgres_alias
-    wanted = leave(alias, 5)
-    connections[alias].close()
+    wanted = leave(postgres_alias, 5)
+    connections[postgres_alias].close()
     with ExitStack() as outage:
         faults, record_sent = [postgres_server.stopped()], Relay._record_sent
 
@@ -471,12 +470,12 @@ def test_a_database_gone_in_mid_relay(
                 outage.enter_context(faults.pop())
 
         monkeypatch.setattr(Relay, "_record_sent", record_and_lose)
-        with relaying(alias):
+        with relaying(postgres_alias):
             wait_for(lambda: messages_of(caplog, "ERROR"), 20)
             outage.close()
-            wait_for(lambda: not table(alias).exists(), 20)
-            late = leave(alias)
-            wait_for(lambda: not table(alias).exists(), 20)
+            wait_for(lambda: not table(postgres_alias).exists(), 20)
+            late = leave(postgres_alias)
+            wait_for(lambda: not table(postgres_alias).exists(), 20)
     assert ids(sent()) == [*wanted, *late]
     (error,) = messages_of(caplog, "ERROR")
     assert "database can't be reached" in error
@@ -540,19 +539,19 @@ def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
 
 
 def test_only_those_wait_whose_lock_store_is_gone(
-    alias: str, own_redis: RedisServer, sent: Sent, settings: Settings
+    alias: str, fragile_redis: RedisServer, sent: Sent, settings: Settings
 ) -> None:
     """Unique tasks wait until it is back, and lose no attempt; all others are sent."""
-    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": own_redis.url}
+    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": fragile_redis.url}
     settings.CACHES = {"default": cache}
     waiting, others = leave(alias, 2, task=once), leave(alias, 2)
-    own_redis.stop()
+    fragile_redis.stop()
     assert drain(alias) == 2
     assert ids(sent()) == others
     assert set(table(alias).values_list("task_id", flat=True)) == {*waiting}
     assert attempts(alias) == [0] * 2
     assert not table(alias).due().exists()
-    own_redis.start()
+    fragile_redis.start()
     make_due(alias)
     assert drain(alias) == 2
     assert ids(sent()) == waiting

@@ -6,8 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +28,14 @@ from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_send_failed
 from tests.app.models import Person
 from tests.app.tasks import add
+from tests.background import elsewhere
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port, start_in_process, wait_for
 from tests.sending.conftest import ONE_TRY, TABLE, MakeApp, count_calls, hearing, ids, table
 from tests.sending.published import Sent
 from tests.sending.test_outbox import keep, row_ids
-from tests.servers import RedisServer, Server
+from tests.servers import RabbitMQServer, RedisServer, Server
 from tests.statements import raising
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -45,18 +45,38 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.mark.sql
-def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(alias: str, sent: Sent) -> None:
-    """Django runs the callbacks all the same; a message whose row is not there is not sent."""
+@pytest.mark.parametrize(("grace", "asks"), [(120.0, "SELECT"), (-1.0, "UPDATE")])
+def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(
+    grace: float,
+    asks: str,
+    alias: str,
+    sent: Sent,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """
+    Django runs the callbacks all the same; a message whose row is not there is not sent.
+
+    All sends of a commit look once for their rows, or claim them after a long transaction.
+    """
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
+    monkeypatch.setattr(sender_module, "GRACE", grace)
     with transaction.atomic(using=alias):
-        before = keep(1, alias)
+        kept = [keep(number, alias) for number in range(10)]
         savepoint = connections[alias].savepoint()
-        gone = keep(2, alias)
-        send_on_commit(group(add.s(3), add.s(4)), using=alias, outbox=True)
+        gone = keep(10, alias)
+        send_on_commit(group(add.s(11), add.s(12)), using=alias, outbox=True)
         connections[alias].savepoint_rollback(savepoint)
-        after = keep(5, alias)
-    assert ids(sent()) == [before.id, after.id]
+        kept += [keep(number, alias) for number in range(10)]
+        monkeypatch.setattr(sender_module, "GRACE", 120.0)  # otherwise a slow one claims them
+        queries = CaptureQueriesContext(connections[alias]).__enter__()
+    queries.__exit__(None, None, None)
+    assert ids(sent()) == [result.id for result in kept]
     assert not table(alias).exists()
     assert gone.send_error is None
+    words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
+    more = more_for_claim(alias) if asks == "UPDATE" else 0
+    assert words == [asks, *["SELECT"] * more, "DELETE"]
 
 
 def test_a_commit_of_which_postgresql_makes_a_rollback_sends_nothing(
@@ -70,40 +90,6 @@ def test_a_commit_of_which_postgresql_makes_a_rollback_sends_nothing(
             cursor.execute("SELECT 1 / 0")
     assert not Person.everyone.using(postgres_alias).exists()
     assert sent() == []
-
-
-@pytest.mark.sql
-def test_after_a_long_transaction_the_row_decides_too(
-    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sender claims the rows of all sends of the commit by one query, and misses one."""
-    monkeypatch.setattr(sender_module, "GRACE", -1.0)
-    with transaction.atomic(using=alias):
-        savepoint = connections[alias].savepoint()
-        keep(1, alias)
-        connections[alias].savepoint_rollback(savepoint)
-        result = keep(2, alias)
-        monkeypatch.setattr(sender_module, "GRACE", 5.0)
-        queries = CaptureQueriesContext(connections[alias]).__enter__()
-    queries.__exit__(None, None, None)
-    assert ids(sent()) == [result.id]
-    words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
-    assert words == ["UPDATE", *["SELECT"] * more_for_claim(alias), "DELETE"]
-
-
-def test_the_sends_of_a_commit_look_for_their_rows_once(
-    alias: str, sent: Sent, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twenty sends cost one look, and one DELETE."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
-    monkeypatch.setattr(sender_module, "GRACE", 120.0)  # otherwise a slow one claims them
-    with transaction.atomic(using=alias):
-        results = [keep(number, alias) for number in range(20)]
-        queries = CaptureQueriesContext(connections[alias]).__enter__()
-    queries.__exit__(None, None, None)
-    assert ids(sent()) == [result.id for result in results]
-    words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
-    assert words == ["SELECT", "DELETE"]
 
 
 # Callbacks of others.
@@ -122,7 +108,7 @@ def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent
 
 
 def test_a_test_runs_only_the_callbacks_of_its_block(alias: str, sent: Sent) -> None:
-    """A send from before captureOnCommitCallbacks() stays unsent."""
+    """A send from before captureOnCommitCallbacks() stays unsent, as does one rolled back in it."""
     inside = []
 
     class Case(TestCase):
@@ -132,7 +118,11 @@ def test_a_test_runs_only_the_callbacks_of_its_block(alias: str, sent: Sent) -> 
             keep(1, alias)
             with self.captureOnCommitCallbacks(using=alias, execute=True) as callbacks:
                 inside.append(keep(2, alias).id)
-            assert len(callbacks) == 1
+                with transaction.atomic(using=alias):
+                    add.apply_async_on_commit((3,), using=alias)
+                    transaction.set_rollback(True, using=alias)
+                inside.append(add.apply_async_on_commit((4,), using=alias).id)
+            assert len(callbacks) == len(inside)
 
     Case().debug()
     assert ids(sent()) == inside
@@ -202,14 +192,12 @@ def test_plain_sends_of_a_commit_wait_once_for_a_silent_broker(
 
 # Brokers that refuse, or say nothing.
 
-#: OUTBOX_SEND_TIMEOUT where a broker is silent, s.
-TIMEOUT = 0.8
 #: Time after which a commit hangs, s: Celery itself would wait for minutes, or without end.
 HANGS = 30.0
 
 
 SENDS: dict[str, Callable[[Any, str], Any]] = {
-    "task": lambda task, alias: task.apply_async_on_commit((1,), using=alias, outbox=True),
+    "task": lambda task, alias: keep(1, alias, task),
     "group": lambda task, alias: send_on_commit(
         group(task.s(n) for n in range(5)), using=alias, outbox=True
     ),
@@ -229,10 +217,17 @@ def commit(send: Callable[[], Any], using: str) -> Any:
     return result
 
 
+@pytest.fixture(params=["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
+def server(request: pytest.FixtureRequest) -> Server:
+    """The private Redis, and RabbitMQ."""
+    server: Server = request.getfixturevalue(f"{request.param}_server")
+    return server
+
+
 @pytest.fixture
 def patience(settings: Settings) -> None:
     """Give a broker that is silent little time."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": TIMEOUT}
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 0.8}
 
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
@@ -251,7 +246,7 @@ def test_a_broker_that_refuses_costs_next_to_nothing(
     app = make_app(broker_url=f"{scheme}://127.0.0.1:{port}//")
     for count in range(1, 4):
         called.clear()
-        result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
+        result = commit(lambda: keep(1, alias, app.tasks[add.name]), alias)
         assert isinstance(result.send_error, OperationalError)
         assert 1 <= called.count(("127.0.0.1", port)) <= 2
         assert len(row_ids(alias)) == count
@@ -279,20 +274,13 @@ def test_a_silent_broker_is_waited_for_once(
     assert count_calls(silent) == 1
 
 
-@pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 def test_after_a_silence_nobody_waits_again(
-    name: str,
-    alias: str,
-    make_app: MakeApp,
-    request: pytest.FixtureRequest,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    alias: str, make_app: MakeApp, server: Server, settings: Settings, monkeypatch: Any
 ) -> None:
     """For OUTBOX_SEND_TIMEOUT sends are left to the relay at once, whether or not it is back."""
-    timeout, now = {"redis": 1.5, "rabbitmq": 4.0}[name], [100.0]
+    timeout, now = 4.0 if isinstance(server, RabbitMQServer) else 1.5, [100.0]
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": timeout}
     monkeypatch.setattr(broker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    server: Server = request.getfixturevalue(f"{name}_server")
     app = make_app(broker_url=server.url, task_default_queue="outbox-time")
 
     def send() -> Any:
@@ -314,13 +302,9 @@ def test_after_a_silence_nobody_waits_again(
     assert (send().send_error, row_ids(alias)) == (None, left)
 
 
-@pytest.mark.parametrize("scheme", ["redis", pytest.param("amqp", marks=pytest.mark.long)])
-def test_the_next_of_several_brokers_gets_it(
-    scheme: str, make_app: MakeApp, request: pytest.FixtureRequest, alias: str
-) -> None:
+def test_the_next_of_several_brokers_gets_it(make_app: MakeApp, server: Server, alias: str) -> None:
     """If the first of a failover list refuses, the message goes to the second at once."""
-    name = {"redis": "redis_server", "amqp": "rabbitmq_server"}[scheme]
-    server: Server = request.getfixturevalue(name)
+    scheme = server.url.partition(":")[0]
     url = f"{scheme}://127.0.0.1:{dead_port()}//;{server.url}"
     app = make_app(broker_url=url, task_default_queue="outbox-time")
     result = commit(lambda: SENDS["group"](app.tasks[add.name], alias), alias)
@@ -337,13 +321,12 @@ def test_threads_do_not_queue_up_at_a_silent_broker(
     app = make_app(broker_url=broker, broker_pool_limit=1)
     assert app.pool.limit == 1  # of the whole process, and can't shrink while threads use it
 
-    def run(_: int) -> str:
-        with closing(connections[alias]):
-            result = commit(lambda: SENDS["task"](app.tasks[add.name], alias), alias)
-            return str(result.send_error)
+    def send() -> str:
+        result = commit(lambda: keep(1, alias, app.tasks[add.name]), alias)
+        return str(result.send_error)
 
-    with ThreadPoolExecutor(3) as pool:
-        errors = list(pool.map(run, range(3)))
+    sends = [elsewhere(alias, send) for _ in range(3)]
+    errors = [one.result() for one in sends]
     assert count_calls(silent) == 1
     quick = ("broker_pool_limit is 1", "a moment ago")
     assert sum(any(text in error for text in quick) for error in errors) == 2
@@ -412,7 +395,7 @@ def send_around_a_fork(alias: str) -> list[str]:
     """Send before a fork, and then in both processes at once; return the errors."""
 
     def send() -> str:
-        return repr(commit(lambda: SENDS["task"](add, alias), alias).send_error)
+        return repr(commit(lambda: keep(1, alias), alias).send_error)
 
     errors = [send()]
     connections[alias].close()
@@ -430,12 +413,10 @@ def send_around_a_fork(alias: str) -> list[str]:
     return [*errors, send()]
 
 
-@pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 def test_a_fork_sends_by_connections_of_its_own(
-    name: str, sqlite_immediate_alias: str, request: pytest.FixtureRequest
+    server: Server, sqlite_immediate_alias: str
 ) -> None:
     """After a process that has published forks, both publish, and neither harms the other."""
-    server: Server = request.getfixturevalue(f"{name}_server")
     changes = {"CELERY_BROKER_URL": server.url, "CELERY_TASK_DEFAULT_QUEUE": "outbox-time"}
     arguments = (send_around_a_fork, sqlite_immediate_alias)
     with start_in_process(*arguments, settings=changes) as process:

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from celery import Celery, chord, group, shared_task
 from django.db import transaction
-from django.test import TestCase, override_settings
+from django.test import TestCase
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, send_on_commit
+from django_celery_safe import send_on_commit
 from django_celery_safe.events import SENT_IN_ATOMIC
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
 from tests.sending.published import Sent
+from tests.sending.test_commit import SENDS, deferring
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -23,19 +24,15 @@ Warned = Callable[[], list[logging.LogRecord]]
 ON = {"WARN_IN_ATOMIC": True}
 
 
-@shared_task(base=SafeTask, send_on_commit=True)
-def deferring(*args: object) -> None:
-    """Wait for the commit with every send."""
-
-
 @shared_task
 def plain(*args: object) -> None:
     """Have Celery's own base."""
 
 
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Warned:
-    """Take the warnings of sends inside a transaction."""
+def warned(caplog: pytest.LogCaptureFixture, settings: Settings, broker: Celery) -> Warned:
+    """Take the warnings of sends inside a transaction; the setting is on."""
+    settings.DJANGO_CELERY_SAFE = ON
 
     def take() -> list[logging.LogRecord]:
         found = [one for one in caplog.records if one.name == SENT_IN_ATOMIC.logger.name]
@@ -45,41 +42,27 @@ def warned(caplog: pytest.LogCaptureFixture) -> Warned:
     return take
 
 
-@pytest.fixture
-def switched_on(settings: Settings, broker: Celery) -> None:
-    """The setting is on, and there is a broker."""
-    settings.DJANGO_CELERY_SAFE = ON
-
-
-def test_it_is_off_by_default(broker: Celery, sent: Sent, warned: Warned) -> None:
+def test_it_is_off_by_default(sent: Sent, warned: Warned, settings: Settings) -> None:
     """Without the setting a plain send is Celery's business."""
+    settings.DJANGO_CELERY_SAFE = {}
     with transaction.atomic():
         add.delay(1)
     assert (warned(), len(sent())) == ([], 1)
 
 
-#: Plain ways to send tasks, and of how many tasks each is told.
-SENDS: dict[str, tuple[Callable[[], Any], int]] = {
-    "delay": (lambda: add.delay(1), 1),
-    "group": (lambda: group(add.s(1), add.s(2)).delay(), 2),
-    "chord": (lambda: chord([add.s(1), add.s(2)], total.s()).delay(), 2),
-}
-
-
 @pytest.mark.parametrize(("send", "count"), SENDS.values(), ids=SENDS.keys())
-@pytest.mark.usefixtures("switched_on")
 def test_a_plain_send_in_a_transaction_is_told(
-    send: Callable[[], Any], count: int, sent: Sent, warned: Warned, make_database: MakeDatabase
+    send: Callable[[Any], Any], count: int, sent: Sent, warned: Warned, make_database: MakeDatabase
 ) -> None:
     """A WARNING for each task names the place in the code; it is sent all the same."""
     other = make_database("sqlite")
     with transaction.atomic(using=other), transaction.atomic(using=other):
-        send()
+        send(add)
     # Not before a transaction, nor after it, nor when its callbacks run.
-    send()
+    send(add)
     with transaction.atomic():
-        transaction.on_commit(send)
-    place = f"{__file__}:{send.__code__.co_firstlineno} in <lambda>"
+        transaction.on_commit(lambda: send(add))
+    place = f"{send.__code__.co_filename}:{send.__code__.co_firstlineno} in <lambda>"
     records = warned()
     assert [record.levelname for record in records] == ["WARNING"] * count
     for record in records:
@@ -88,7 +71,6 @@ def test_a_plain_send_in_a_transaction_is_told(
     assert len(sent()) == 3 * count
 
 
-@pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize("outbox", [False, True])
 def test_sends_on_commit_are_not_told(
     outbox: bool, warned: Warned, sent: Sent, settings: Settings
@@ -108,11 +90,10 @@ class TestCaseTests(TestCase):
     """The warnings in a plain Django TestCase."""
 
     @pytest.fixture(autouse=True)
-    def use_private_broker(self, broker: Celery, warned: Warned) -> None:
+    def use_private_broker(self, warned: Warned) -> None:
         """Send to the private Redis."""
         self.warned = warned
 
-    @override_settings(DJANGO_CELERY_SAFE=ON)
     def test_its_own_transactions_do_not_count(self) -> None:
         """The test's own atomic() does not count, but the one of the code under test does."""
         add.delay(1)

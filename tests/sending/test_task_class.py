@@ -13,13 +13,11 @@ from django.db import connections, transaction
 
 from django_celery_safe import SafeTask, SafeTaskMixin, current_claim, send_on_commit, stages
 from django_celery_safe.models import StageStep
-from tests.concurrency.mailbox import Mailbox, mailbox
+from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
 from tests.sending.carrying import Carried
 from tests.sending.published import Published
-
-__all__ = ["mailbox"]
 
 #: Where a class may raise.
 PLACES = ("before_start", "before the call", "after the call")
@@ -189,16 +187,16 @@ def note(value: int, by: Any = None) -> None:
     """Do nothing."""
 
 
-TASKS = {
-    base.__name__: shared_task(base=base, name=f"tests.sending.own.{base.__name__}")(note)
-    for base in (OwnMethod, MixinFirst, MixinLast)
-}
-BY_DEFAULT = {
-    base.__name__: shared_task(
-        base=base, name=f"tests.sending.own.{base.__name__}_by_default", send_on_commit=True
-    )(note)
-    for base in (OwnMethod, MixinFirst, MixinLast)
-}
+def make_tasks(place: str, **options: Any) -> dict[str, Any]:
+    """Return a task of each class, by the name of the class."""
+    return {
+        base.__name__: shared_task(base=base, name=f"{place}.{base.__name__}", **options)(note)
+        for base in (OwnMethod, MixinFirst, MixinLast)
+    }
+
+
+TASKS = make_tasks("tests.sending.own")
+BY_DEFAULT = make_tasks("tests.sending.own.by_default", send_on_commit=True)
 
 #: Ways to send, given the name of a class.
 WAYS: dict[str, Callable[[str], Any]] = {

@@ -12,6 +12,7 @@ from kombu.exceptions import OperationalError
 from pytest_django import Settings
 
 from django_celery_safe import (
+    ConfigurationError,
     HeldLock,
     LockBackendError,
     NotSerializable,
@@ -27,8 +28,9 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
-from tests.caches import CACHE_BACKENDS
+from tests.caches import cache_at
 from tests.concurrency.mailbox import Mailbox
+from tests.contract.conftest import params
 from tests.locks.renewals import get_lock
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import hearing, ids, refusing, rolled_back
@@ -66,15 +68,15 @@ def plain(number: int) -> None:
     """Have Celery's own base, which knows of no lock at the send."""
 
 
-def lock_of(number: int) -> HeldLock:
+def lock_of(number: int, name: str = once.name) -> HeldLock:
     """Return the lock that the message for this number holds."""
-    return get_lock(f"sent:{once.name}:{number}")
+    return get_lock(f"sent:{name}:{number}")
 
 
 # Duplicates.
 
 
-@pytest.mark.parametrize("name", ["django-redis", "memcached", "sqlite", "local"])
+@pytest.mark.parametrize("name", params("django-redis", "memcached", "database", "local"))
 def test_a_second_send_is_a_duplicate(name: str, sent: Sent, use_store: Any) -> None:
     """It publishes nothing and returns the result of the first; when the lock is free it goes."""
     use_store(name)
@@ -158,15 +160,10 @@ def test_a_retry_is_no_duplicate_of_its_run(until: str, mailbox: Mailbox) -> Non
 # On commit.
 
 
-SENDS_LATER: dict[str, Callable[[int], Any]] = {
-    "delay_on_commit": lambda number: once.delay_on_commit(number),
-    "task option": lambda number: deferring.delay(number),
-}
-
-
-@pytest.mark.parametrize("send_later", SENDS_LATER.values(), ids=SENDS_LATER)
-def test_the_commit_finds_the_duplicates(send_later: Callable[[int], Any], sent: Sent) -> None:
+@pytest.mark.parametrize("way", ["delay_on_commit", "task option"])
+def test_the_commit_finds_the_duplicates(way: str, sent: Sent) -> None:
     """Before it nobody knows, and there is no lock; the result becomes that of the first send."""
+    send_later = deferring.delay if way == "task option" else once.delay_on_commit
     with hearing(task_sent, task_send_failed) as told, transaction.atomic():
         first, second, other = send_later(1), send_later(1), send_later(2)
         announced = first.id, other.id
@@ -249,12 +246,9 @@ def test_a_send_that_fails_frees_the_lock(without_broker: Celery, sent: Sent) ->
     assert [failure["task_id"] for failure in failures] == [result.id for result in results]
     assert [result.is_duplicate for result in results] == [None, None]
     assert list(iter_locks()) == []
-    assert once.delay(1).is_duplicate is False
-
-
-def test_a_failing_send_leaves_the_lock_of_another(without_broker: Celery, sent: Sent) -> None:
-    """A duplicate needs no broker, and one of a canvas that fails frees what is not its own."""
-    task, first = without_broker.tasks[once.name], once.delay(1)
+    first = once.delay(1)
+    assert first.is_duplicate is False
+    # A duplicate needs no broker, and one of a canvas that fails frees what is its own alone.
     assert task.delay(1).id == first.id
     with pytest.raises(OperationalError):
         chain(task.si(1), task.si(2)).delay()
@@ -263,8 +257,7 @@ def test_a_failing_send_leaves_the_lock_of_another(without_broker: Celery, sent:
 
 def test_without_the_lock_store_nothing_unique_is_sent(sent: Sent, settings: Settings) -> None:
     """Whether it is a duplicate is not known: the caller gets the error, and others are sent."""
-    nowhere = {"BACKEND": CACHE_BACKENDS["django-redis"], "LOCATION": refusing()}
-    settings.CACHES = {**settings.CACHES, "default": nowhere}
+    settings.CACHES = cache_at(refusing())
     for signature in (once.si(1), chain(once.si(1), add.si(1))):
         with pytest.raises(LockBackendError, match="did not answer to acquire"):
             signature.delay()
@@ -352,6 +345,89 @@ def test_a_pool_of_one_connection_is_enough(redis_server: RedisServer, sent: Sen
     assert set(published) <= set(announced)
 
 
+# Once per period, whether or not the first run ends.
+
+
+NAME = "tests.periodic"
+#: A period that no test outlives, s.
+PERIOD = 600
+
+
+def nothing(number: int) -> None:
+    """Do nothing."""
+
+
+def failing(self: Any, number: int) -> None:
+    """Fail."""
+    raise ValueError(number)
+
+
+@pytest.mark.parametrize(("function", "state"), [(failing, "FAILURE"), (retrying, "RETRY")])
+def test_no_end_of_a_run_ends_the_period(
+    function: Callable[..., Any], state: str, mailbox: Mailbox
+) -> None:
+    """The lock is neither freed, nor moved, nor renewed; the first's own retry passes."""
+    decorate = single_instance(key="{number}", unique_until=PERIOD, timeout=5)
+    task = mailbox.task(decorate(function), base=SafeTask, bind=True, name=NAME)
+    first = task.delay(1)
+    before = lock_of(1, NAME)
+    assert mailbox.deliver(mailbox.take_one()).state == state
+    again = mailbox.take()
+    assert len(again) == (state == "RETRY")
+    for message in again:
+        assert mailbox.deliver(message) == ("SUCCESS", 1)
+    after = lock_of(1, NAME)
+    assert (after.token, after.holder) == (before.token, before.holder)
+    assert PERIOD - SLACK < after.remaining <= before.remaining
+    assert not after.holder.renewed
+    assert task.delay(1).id == first.id
+    assert mailbox.take() == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"countdown": 5000}, {"expires": datetime.now(UTC) - timedelta(days=1)}]
+)
+def test_the_period_begins_at_the_send(options: dict[str, Any], mailbox: Mailbox) -> None:
+    """Neither the message's eta nor its expiry makes it longer or shorter."""
+    once = single_instance(key="{number}", unique_until=timedelta(seconds=PERIOD))
+    task = mailbox.task(once(nothing), base=SafeTask, name=NAME)
+    task.apply_async((1,), **options)
+    assert PERIOD - SLACK < lock_of(1, NAME).remaining <= PERIOD
+    assert [task.delay(number).is_duplicate for number in (1, 2)] == [True, False]
+    assert release_lock(lock_of(1, NAME))
+    assert task.delay(1).is_duplicate is False
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"unique_until": 0}, "unique_until=0"),
+        ({"unique_until": 10**400}, "unique_until="),  # too large for a float
+        ({"unique_until": timedelta(days=400)}, "at most a year"),
+        ({"unique_until": "10 min"}, "'10 min'"),
+    ],
+)
+def test_a_period_without_a_meaning_is_refused(options: dict[str, Any], sentence: str) -> None:
+    """The error comes at import, and shows the option."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        single_instance(**options)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("memcached", 31 * 24 * 3600), ("portable", 1)])
+def test_a_period_that_the_store_cant_keep_is_refused_at_the_send(
+    name: str, seconds: float, use_store: Callable[[str], None]
+) -> None:
+    """The period is not adjusted: nothing is sent, and there is no lock."""
+    use_store(name)
+    once = single_instance(unique_until=seconds)(nothing)
+    with closing(Mailbox()) as mailbox:
+        task = mailbox.task(once, base=SafeTask, name=NAME)
+        with pytest.raises(ConfigurationError, match="can't be kept in"):
+            task.delay(1)
+        assert mailbox.take() == []
+    assert find_lock(f"sent:{task.lock_name(1)}") is None
+
+
 # After a duplicate.
 
 
@@ -377,9 +453,8 @@ def test_no_child_of_a_task_never_ends(mailbox: Mailbox) -> None:
 
 def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
     """An id of the caller's own makes the second send no message of a run sent again."""
-    task = mailbox.task(
-        single_instance(key="{number}", unique_until="end")(retrying), base=SafeTask, bind=True
-    )
+    unique = single_instance(key="{number}", unique_until="end")(retrying)
+    task = mailbox.task(unique, base=SafeTask, bind=True)
     results = [task.apply_async((number,), task_id="own") for number in (7, 7, 8)]
     assert [result.id for result in results] == ["own"] * 3
     assert [result.is_duplicate for result in results] == [False, True, False]
@@ -431,11 +506,8 @@ def test_the_commit_finds_the_duplicates_of_eager_tasks(mailbox: Mailbox) -> Non
 def test_a_period_holds_whatever_became_of_an_eager_run(mailbox: Mailbox) -> None:
     """An error that leaves the call does not let the next one run."""
     mailbox.app.conf.update(task_always_eager=True, task_eager_propagates=True)
-
-    def fail() -> None:
-        raise ValueError
-
-    task = mailbox.task(single_instance(unique_until=600)(fail), base=SafeTask, name="tests.fails")
-    with pytest.raises(ValueError):  # noqa: PT011 - the task's own
-        task.delay()
-    assert task.delay().is_duplicate
+    once = single_instance(unique_until=600)(failing)
+    task = mailbox.task(once, base=SafeTask, bind=True, name="tests.fails")
+    with pytest.raises(ValueError, match="1"):
+        task.delay(1)
+    assert task.delay(1).is_duplicate

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from celery import Task
-from celery.app.task import Context
-from celery.signals import task_revoked, task_unknown
+from celery.signals import task_unknown
 from django.db import connections, router, transaction
 
 from django_celery_safe import SafeTask, WrongTransaction, stages
@@ -20,6 +19,7 @@ from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
+from tests.sending.carrying import revoke
 from tests.sending.conftest import hearing
 from tests.stages.tasks import note
 from tests.stages.test_messages import Staged, shown, statuses
@@ -35,8 +35,7 @@ def of_unknown_task(message: Any) -> None:
 
 def test_a_worker_that_drops_a_message(staged: Staged) -> None:
     """Its step waits with an error that says why, until it succeeds."""
-    run = staged.start("a")
-    message = staged.take_one()
+    run, message = staged.begin("a")
     of_unknown_task(message)
     settle()
     step = run.steps.get()
@@ -50,24 +49,13 @@ def test_a_worker_that_drops_a_message(staged: Staged) -> None:
     assert run.steps.get().error == ""
 
 
-def revoke(staged: Staged, message: Message, *, terminated: bool, expired: bool) -> None:
-    """Say what the main process of a worker says of a message that is revoked or expired."""
-    request = Context(message.headers, headers=message.headers)
-    task_revoked.send(
-        sender=staged.task, request=request, terminated=terminated, signum=None, expired=expired
-    )
-    settle()
-
-
 def test_a_duplicate_that_expires_fails_nothing_that_runs(staged: Staged) -> None:
     """While one delivery runs the step, another may expire."""
 
     def meet(task: Any) -> None:
-        revoke(staged, message, terminated=False, expired=True)
+        revoke(staged.task, message, expired=True)
 
-    staged.bodies["a"] = meet
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=meet)
     assert staged.deliver(message) == ("SUCCESS", None)
     assert statuses(run) == ("running", "sw")
 
@@ -78,7 +66,7 @@ def test_a_message_that_is_refused_fails_the_step_that_waits(
 ) -> None:
     """No other process runs it, so the run would wait for ever."""
     run = staged.start("a", "b")
-    revoke(staged, staged.take_one(), terminated=False, expired=expired)
+    revoke(staged.task, staged.take_one(), expired=expired)
     assert statuses(run) == ("failed", "fa")
     assert says in staged.step("a").error
 
@@ -93,39 +81,28 @@ def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Stage
 
     def meet(task: Any) -> None:
         with before_its_update(give_back) if gives_back else nullcontext():
-            revoke(staged, message, terminated=True, expired=False)
+            revoke(staged.task, message, terminated=True)
 
-    staged.bodies["a"] = meet
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=meet)
     assert staged.deliver(message).state == "IGNORED"  # it lost its claim
     assert statuses(run) == ("failed", "fa")
     assert staged.step("a").error == "The task was revoked."
 
 
-class Fussy(SafeTask):
-    """Fails before its function when it is told to."""
-
-    abstract = True
-    fails = False
-
-    def before_start(self, *args: Any) -> None:
-        """Fail, if it is to."""
-        if self.fails:
-            raise OSError("before the function")
-
-
 def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged: Staged) -> None:
     """An error of a delivery that never had the step is none of the one that has it."""
-    fussy = staged.make_task(Fussy, "tests.fussy")
+    fails: list[bool] = []
+
+    def before_start(*args: Any) -> None:
+        if fails:
+            raise OSError("before the function")
 
     def meet(task: Any) -> None:
-        task.fails = True
+        fails.append(True)
         assert staged.deliver_elsewhere(message).state == "IGNORED"
 
-    staged.bodies["a"] = meet
-    run = staged.start("a", "b", task=fussy)
-    message = staged.take_one()
+    fussy = staged.make_task(name="tests.fussy", before_start=before_start)
+    run, message = staged.begin(do=meet, task=fussy)
     assert staged.deliver(message) == ("SUCCESS", None)
     assert statuses(run) == ("running", "sw")
     # The only delivery of a step that waits fails it.
@@ -149,8 +126,7 @@ def test_a_step_that_kills_its_process_fails(
     deaths: int, options: dict[str, Any], status: str, staged: Staged
 ) -> None:
     """Each delivery that takes it from a dead process counts; after max_deaths it is not run."""
-    run = staged.start("a", task=staged.make_task(name="tests.deadly", **options))
-    message = staged.take_one()
+    run, message = staged.begin("a", task=staged.make_task(name="tests.deadly", **options))
     for number in range(deaths):
         begin_and_die(staged, message, f"dead{number}")
     with hearing(task_poisoned) as heard:
@@ -176,10 +152,9 @@ def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str)
         os.waitpid(child, 0)
         return {"a": str(staged.step("a").status)}
 
-    staged.bodies["a"] = fork
-    run = staged.start("a")
+    run, message = staged.begin("a", do=fork)
     before = os.getpid()
-    outcome = staged.deliver(staged.take_one())
+    outcome = staged.deliver(message)
     if os.getpid() != before:
         os._exit(0)
     assert outcome == ("SUCCESS", {"a": "running"})
@@ -188,16 +163,14 @@ def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str)
 
 def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
     """Its message is delivered again after the abort: the step is aborted, too."""
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin()
     begin_and_die(staged, message, "dead")
     run.abort()
     assert statuses(run) == ("aborted", "ra")
     assert staged.deliver(message) == ("SUCCESS", None)
     assert (*statuses(run), staged.calls) == ("aborted", "aa", [])
-    run.resume()
-    staged.deliver_all()
-    assert (*statuses(run), staged.calls) == ("succeeded", "ss", ["a", "b"])
+    staged.resume(run)
+    assert staged.calls == ["a", "b"]
 
 
 def begin_and_die(staged: Staged, message: Message, token: str) -> None:
@@ -246,9 +219,8 @@ def test_a_worker_whose_task_is_no_safe_task_fails_the_step(staged: Staged) -> N
 
 def test_a_step_that_replaces_itself_fails(staged: Staged) -> None:
     """The other task is not sent: the run would not know its end."""
-    staged.bodies["a"] = lambda task: task.replace(note.si({}))
-    run = staged.start("a", "b")
-    staged.deliver(staged.take_one())
+    run, message = staged.begin(do=lambda task: task.replace(note.si({})))
+    staged.deliver(message)
     assert (*statuses(run), staged.take()) == ("failed", "fa", [])
 
 
@@ -283,8 +255,7 @@ class Atomic(SafeTask):
 def test_a_step_of_a_class_that_opens_a_transaction(staged: Staged) -> None:
     """Its claim stands outside of that, so that others see it, and it ends after the commit."""
     staged.bodies["a"] = lambda task: {"b": str(staged.deliver_elsewhere(message).state)}
-    run = staged.start("a", "b", task=staged.make_task(Atomic, "tests.atomic"))
-    message = staged.take_one()
+    run, message = staged.begin(task=staged.make_task(Atomic, "tests.atomic"))
     if connections[staged.alias].vendor != "sqlite":
         assert staged.deliver(message) == ("SUCCESS", {"b": "IGNORED"})
     else:
@@ -340,10 +311,3 @@ def test_an_eager_step_does_not_wait_for_a_run(eager: Staged) -> None:
     assert (statuses(run), statuses(inner[0])) == (("succeeded", "ss"),) * 2
     assert sorted(eager.calls) == list("abcd")
     assert run.wait(0).status == "succeeded"
-
-
-def test_eager_stages_are_not_nested(eager: Staged) -> None:
-    """So many of them would be more than Python's stack can take."""
-    run = eager.start(*["a"] * 100)
-    assert statuses(run) == ("succeeded", "s" * 100)
-    assert len(eager.calls) == 100

@@ -28,9 +28,8 @@ def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> 
         seen.append((shown(run), staged.take()))
         return {"width": "returned"}
 
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    assert staged.deliver(staged.take_one()) == ("SUCCESS", {"width": "returned"})
+    run, message = staged.begin(do=work)
+    assert staged.deliver(message) == ("SUCCESS", {"width": "returned"})
     assert seen == [[], ("rw", [])]
     staged.deliver(staged.take_one())
     assert (*statuses(run), people.count()) == ("succeeded", "ss", 1)
@@ -46,9 +45,7 @@ def test_the_step_stays_done_whatever_happens_after_it(ends: str, staged: Staged
         end(task, ends)
         return False
 
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=work)
     outcome = staged.deliver(message)
     if ends == "False":
         assert type(outcome.value) is InvalidResult
@@ -70,9 +67,8 @@ def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
             transaction.on_commit(raising(ValueError("no")), using=staged.alias)
             current_claim().finish()
 
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    assert staged.deliver(staged.take_one()).state == "FAILURE"
+    run, message = staged.begin(do=work)
+    assert staged.deliver(message).state == "FAILURE"
     assert (shown(run), len(staged.take())) == ("sw", 1)
 
 
@@ -80,9 +76,7 @@ def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
 def test_a_killed_step_goes_on_behind_its_last_chunk(staged: Staged) -> None:
     """Its message keeps the place; a death behind it counts anew."""
     walk = loop(fill(staged.alias), {5: sys.exit})
-    staged.bodies["a"] = lambda task: walk() == "done"
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=lambda task: walk() == "done")
     for _ in range(2):
         with pytest.raises(SystemExit):
             staged.deliver(message)

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -19,14 +18,14 @@ from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_failed, run_ended
 from django_celery_safe.stages import Status
 from django_celery_safe.stages.follower import StepFollower
+from tests.background import elsewhere
 from tests.concurrency.mailbox import Message
+from tests.sending.carrying import revoke
 from tests.sending.conftest import hearing
 from tests.servers.databases import until_somebody_waits
-from tests.stages.test_edges import begin_and_die, revoke
+from tests.stages.test_edges import begin_and_die
 from tests.stages.test_messages import Staged, refuse, shown, statuses
 from tests.statements import at_statement
-
-TABLE = OutboxMessage._meta.db_table
 
 
 def relay(staged: Staged) -> list[Message]:
@@ -42,8 +41,7 @@ def relay(staged: Staged) -> list[Message]:
 @pytest.mark.sql
 def test_a_step_whose_process_died_is_sent_again(staged: Staged) -> None:
     """It comes under its id, and says how often its process died."""
-    run = staged.start("a")
-    message = staged.take_one()
+    run, message = staged.begin("a")
     begin_and_die(staged, message, "dead")
     (step,) = run.steps.listed()
     assert (step.status, step.remaining_s, step.starts) == ("running", 0.0, 1)
@@ -58,8 +56,7 @@ def test_a_step_whose_process_died_is_sent_again(staged: Staged) -> None:
 @pytest.mark.sql
 def test_a_step_that_nobody_began_is_sent_again(staged: Staged) -> None:
     """A message that got lost is sent anew under its id, and counts as overdue from then on."""
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin()
     assert not run.steps.overdue().exists()
     (again,) = relay(staged)
     assert again.id == message.id
@@ -123,10 +120,7 @@ def test_the_messages_of_a_stopped_run_are_gone(stop: str, staged: Staged) -> No
         run.abort()
     assert not OutboxMessage.objects.using(staged.alias).exists()
     assert {staged.deliver(message).state for message in messages} == {"IGNORED"}
-    staged.bodies.clear()
-    run.resume()
-    staged.deliver_all()
-    assert statuses(run) == ("succeeded", "ssss")
+    staged.resume(run)
 
 
 # Pruning.
@@ -187,9 +181,8 @@ def test_what_still_runs_is_not_pruned(staged: Staged) -> None:
         staged.runs.update(ended_at=Now() - timedelta(days=8))
         assert prune(staged) == 0
 
-    staged.bodies["a"] = stop
-    run = staged.start("a")
-    staged.deliver(staged.take_one())
+    run, message = staged.begin("a", do=stop)
+    staged.deliver(message)
     assert prune(staged) == 1
     assert ids(staged) == set()
 
@@ -259,15 +252,13 @@ def test_a_deletion_waits_for_a_stage_that_begins(staged: Staged) -> None:
 
     def end() -> None:
         staged.mailbox.app.set_current()
-        waiting = at_statement(staged.alias, "INSERT INTO", end_and_wait, times=1)
-        with closing(connections[staged.alias]), waiting:
+        with at_statement(staged.alias, "INSERT INTO", end_and_wait, times=1):
             staged.deliver(message)
 
-    with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(end)
-        assert is_ending.wait(30)
-        run.delete()
-        ending.result(30)
+    ending = elsewhere(staged.alias, end)
+    assert is_ending.wait(30)
+    run.delete()
+    ending.result(30)
     assert ids(staged) == set()
 
 
@@ -318,16 +309,14 @@ def test_a_finished_step_stays_done(end: str, staged: Staged) -> None:
     def work(task: Any) -> None:
         current_claim().finish({"a": 1})
         if end == "terminated":
-            revoke(staged, message, terminated=True, expired=False)
+            revoke(staged.task, message, terminated=True)
         raise KeyboardInterrupt
 
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=work)
     with pytest.raises(KeyboardInterrupt):
         staged.deliver(message)
     if end == "expired":
-        revoke(staged, message, terminated=False, expired=True)
+        revoke(staged.task, message, expired=True)
     assert statuses(run)[1][0] == "s"
 
 
@@ -343,7 +332,9 @@ def test_a_step_that_begins_while_its_run_stops_ends_as_it_will(staged: Staged) 
 
         # After the look which steps wait, and before these are aborted.
         quote = '"' if connections[staged.alias].vendor == "postgresql" else "`"
-        message_id = ".".join(f"{quote}{name}{quote}" for name in (TABLE, "id"))
+        message_id = ".".join(
+            f"{quote}{name}{quote}" for name in ("django_celery_safe_outboxmessage", "id")
+        )
         with at_statement(staged.alias, f"SELECT {message_id}", begin, times=1):
             run.abort()
         alive = run.steps.alive().count()

@@ -2,8 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import timedelta
 from random import Random
 from typing import Any, Final
@@ -26,6 +25,7 @@ from django_celery_safe.models import (
 )
 from django_celery_safe.sending import sender
 from django_celery_safe.signals import claim_lost, run_ended, step_failed
+from tests.background import elsewhere
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.kinds import more_for_claim
 from tests.sending.carrying import lose_commit
@@ -76,6 +76,13 @@ class Staged:
         ]
         return stages.start(entries, **labels)
 
+    def begin(self, *plan: str, do: Any = None, task: Any = None) -> tuple[StageRun, Message]:
+        """Start a run, of a and then b, whose a does something; return it, and a's message."""
+        if do is not None:
+            self.bodies["a"] = do
+        run = self.start(*(plan or "ab"), task=task)
+        return run, self.take_one()
+
     def take(self) -> list[Message]:
         """Return what was sent since the last time."""
         taken = self.mailbox.take()
@@ -102,6 +109,13 @@ class Staged:
             waiting.sort(key=lambda message: order.find(message.kwargs.get("name", "")))
             self.deliver(waiting.pop(0))
             waiting += self.take()
+
+    def resume(self, run: StageRun) -> None:
+        """Let no step fail from now on, and bring a resumed run to its success."""
+        self.bodies.clear()
+        run.resume()
+        self.deliver_all()
+        assert statuses(run) == ("succeeded", "s" * run.steps.count())
 
     @property
     def runs(self) -> Any:
@@ -188,8 +202,7 @@ def test_deliveries_in_any_order_do_each_step_once(staged: Staged) -> None:
 def test_a_process_that_dies_before_it_begins_the_next_stage(staged: Staged) -> None:
     """The step is done; its message that comes again begins the next stage, once."""
     look = "SELECT id FROM django_celery_safe_stagestep"  # whether the stage is complete
-    run = staged.start("a", "bc")
-    message = staged.take_one()
+    run, message = staged.begin("a", "bc")
     dies = at_statement(staged.alias, look, raising(KeyboardInterrupt()))
     with dies, pytest.raises(KeyboardInterrupt):
         staged.deliver(message)
@@ -222,9 +235,7 @@ def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
         return {"stale": True}
 
     before: list[Any] = []
-    staged.bodies["a"] = lose
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=lose)
     with hearing(claim_lost) as lost, hearing(step_failed) as failed:
         state = staged.deliver(message).state
     assert staged.tables() == before
@@ -246,9 +257,8 @@ def test_a_stale_holder_ends_nothing_that_another_runs(ends: str, staged: Staged
         end(task, ends)
 
     before: list[Any] = []
-    staged.bodies["a"] = lose
-    staged.start("a", "b")
-    staged.deliver(staged.take_one())
+    _, message = staged.begin(do=lose)
+    staged.deliver(message)
     assert staged.tables() == before
 
 
@@ -260,17 +270,14 @@ def test_a_step_that_lost_a_claim_of_its_work_fails(staged: Staged) -> None:
             IdempotencyRecord.objects.using(staged.alias).update(token="another")
             claim.ensure()
 
-    staged.bodies["a"] = lose
-    run = staged.start("a", "b")
-    assert staged.deliver(staged.take_one()).state == "FAILURE"
+    run, message = staged.begin(do=lose)
+    assert staged.deliver(message).state == "FAILURE"
     assert (shown(run), staged.step("a").error_type) == ("fa", "ClaimLost")
 
 
 def test_a_message_of_an_old_attempt_does_nothing(staged: Staged) -> None:
     """After resume a step has another message, and the one before is not its own any more."""
-    staged.bodies["a"] = refuse
-    run = staged.start("a")
-    old = staged.take_one()
+    run, old = staged.begin("a", do=refuse)
     staged.deliver(old)
     run.resume()
     del staged.bodies["a"]
@@ -295,9 +302,8 @@ def test_a_retry_that_is_not_raised_does_it(staged: Staged) -> None:
             return None
         return {"tries": 2}
 
-    staged.bodies["a"] = retry_once
-    run = staged.start("a", "b", task=staged.make_task(name="tests.other"))
-    staged.deliver(staged.take_one())
+    run, message = staged.begin(do=retry_once, task=staged.make_task(name="tests.other"))
+    staged.deliver(message)
     assert shown(run) == "ww"
     again = staged.take_one()
     assert (again.kwargs["name"], again.headers["retries"]) == ("a", 1)
@@ -317,18 +323,16 @@ def test_no_answer_loses_a_waiting_step(staged: Staged, monkeypatch: pytest.Monk
         task.retry(countdown=500, throw=False)
         lose_commit(staged.alias, monkeypatch)
 
-    staged.bodies["a"] = retry
-    run = staged.start("a")
+    run, message = staged.begin("a", do=retry)
     with hearing(claim_lost) as told:
-        assert staged.deliver(staged.take_one()).state == "SUCCESS"
+        assert staged.deliver(message).state == "SUCCESS"
     assert (shown(run), told) == ("w", [])
 
 
 def test_a_step_whose_message_goes_on_elsewhere_waits(staged: Staged) -> None:
     """What stands above it left the message to another run, so a relay sends it again."""
-    staged.bodies["a"] = raising(MessageGoesOn("another does it"))
-    run = staged.start("a", "b")
-    assert staged.deliver(staged.take_one()).state == "IGNORED"
+    run, message = staged.begin(do=raising(MessageGoesOn("another does it")))
+    assert staged.deliver(message).state == "IGNORED"
     assert (shown(run), staged.messages("a").get().state) == ("ww", "pending")
 
 
@@ -397,8 +401,7 @@ def test_a_step_begins_later_when_the_database_was_in_trouble(
     begins: str, model: Any, kind: type[Exception], staged: Staged
 ) -> None:
     """On a new connection, or with its message that comes again: it is not failed."""
-    run = staged.start("a")
-    message = staged.take_one()
+    run, message = staged.begin("a")
     with trouble(staged.alias, begins, model, 1, kind) as refused:
         state = staged.deliver(message).state
     assert refused
@@ -429,9 +432,7 @@ def test_an_end_is_noted_again_when_the_database_was_away(
     def make_trouble(task: Any) -> None:
         refused.append(stack.enter_context(trouble(staged.alias, begins, model, times)))
 
-    staged.bodies["a"] = make_trouble
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    run, message = staged.begin(do=make_trouble)
     with ExitStack() as stack:
         assert staged.deliver(message).state == "SUCCESS"
     assert len(refused[0]) == times
@@ -447,80 +448,42 @@ TWICE: Final = 2
 STAGES: Final = 10
 
 
-class Crowd:
-    """
-    Runs the messages of a stage at the same time, so that its steps end together.
-
-    Args:
-        staged: Where the runs are.
-    """
-
-    def __init__(self, staged: Staged) -> None:
-        self.staged = staged
-        self.size = STEPS + TWICE
-        #: How often the body of each step was called, by what stands outside the tables.
-        self.calls: list[tuple[int, int]] = []
-        self.ending = threading.Barrier(STEPS, timeout=60)
-        self.all_there = threading.Barrier(self.size, timeout=60)
-        self.pool = ThreadPoolExecutor(self.size, initializer=staged.mailbox.app.set_current)
-
-        def work(params: dict[str, Any], stage: int, number: int) -> None:
-            self.calls.append((stage, number))
-            self.ending.wait()
-
-        self.task = staged.mailbox.task(
-            stages.step(work), name="tests.crowd", base=SafeTask, acks_late=True
-        )
-
-    def start(self, count: int) -> StageRun:
-        """Start a run of so many stages."""
-        return stages.start(
-            [
-                (self.task, -stage, {"stage": stage, "number": number})
-                for stage in range(count)
-                for number in range(STEPS)
-            ]
-        )
-
-    def run_stage(self, messages: list[Message]) -> list[Message]:
-        """Run the messages of a stage, some of them twice; return what that began."""
-        both = messages + messages[:TWICE]
-        for outcome in self.pool.map(self.staged.deliver, both):
-            assert outcome.state in ("SUCCESS", "IGNORED")
-        # A message that met its own step comes back, and has nothing to do.
-        return [one for one in self.staged.mailbox.take() if "copy" not in one.ours]
-
-    def close(self) -> None:
-        """End the threads and their connections."""
-
-        def close() -> None:
-            self.all_there.wait()
-            connections[self.staged.alias].close()
-
-        for closed in [self.pool.submit(close) for _ in range(self.size)]:
-            closed.result()
-        self.pool.shutdown()
-
-
 def count_begun(staged: Staged, count: int) -> list[tuple[int, ...]]:
     """
-    Run so many stages, each by many at once; return how often each was begun.
+    Run so many stages, each by many at once, whose steps end together; return how often each began.
 
     For each stage the messages that were sent for each of its steps, as the broker has them;
     after one that was begun more or less than once, or was begun early, it ends.
     """
+    #: How often the body of each step was called, by what stands outside the tables.
+    calls: list[tuple[int, int]] = []
+    ending = threading.Barrier(STEPS, timeout=60)
+    places = [(stage, number) for stage in range(count) for number in range(STEPS)]
+
+    def work(params: dict[str, Any], stage: int, number: int) -> None:
+        calls.append((stage, number))
+        ending.wait()
+
+    def deliver(message: Message) -> str:
+        staged.mailbox.app.set_current()
+        return staged.deliver(message).state
+
+    task = staged.mailbox.task(stages.step(work), name="tests.crowd", base=SafeTask, acks_late=True)
     begun = []
-    with closing(Crowd(staged)) as crowd:
-        run = crowd.start(count)
-        messages = staged.mailbox.take()
-        for stage in range(count):
-            sent = [(one.kwargs["stage"], one.kwargs["number"]) for one in messages]
-            begun.append(tuple(sent.count((stage, number)) for number in range(STEPS)))
-            if begun[-1] != (1,) * STEPS or len(sent) != STEPS:
-                return begun
-            messages = crowd.run_stage(messages)
-        assert messages == []
-        assert sorted(crowd.calls) == [(n, m) for n in range(count) for m in range(STEPS)]
+    run = stages.start([(task, -n, {"stage": n, "number": number}) for n, number in places])
+    messages = staged.mailbox.take()
+    for stage in range(count):
+        sent = [(one.kwargs["stage"], one.kwargs["number"]) for one in messages]
+        begun.append(tuple(sent.count((stage, number)) for number in range(STEPS)))
+        if begun[-1] != (1,) * STEPS or len(sent) != STEPS:
+            return begun
+        # Some of them come twice.
+        runs = [elsewhere(staged.alias, deliver, one) for one in messages + messages[:TWICE]]
+        assert {one.result() for one in runs} <= {"SUCCESS", "IGNORED"}
+        # A message that met its own step comes back, and has nothing to do.
+        messages = [one for one in staged.mailbox.take() if "copy" not in one.ours]
+    assert messages == []
+    assert sorted(calls) == places
     assert statuses(run) == ("succeeded", "s" * STEPS * count)
     assert run.progress.percent == 100
     return begun

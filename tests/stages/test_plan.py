@@ -1,6 +1,7 @@
 """Plans: valid ones, invalid ones, and their errors."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -139,65 +140,53 @@ def test_a_safe_task_can_be_a_step(mailbox: Mailbox) -> None:
             stages.make_plan([(task, 1, {"size": 640, "run": 1})])
 
 
-def test_a_task_that_can_not_be_a_step_is_refused(mailbox: Mailbox) -> None:
-    """Its end would not be recorded, Celery would read its params, or no worker here knows it."""
-
-    def document(data: dict[str, Any], name: str) -> None: ...
-
-    other: Any = Celery("other", broker="memory://", set_as_current=False)
-    model = mailbox.task(stages.step(work), name="tests.model", base=SafeTask, pydantic=True)
-    tasks: dict[str, Any] = {
-        "tests.document, which is not a SafeTask": mailbox.task(
-            stages.step(document), name="tests.document", base=Task
-        ),
-        "pydantic=True.*Leave that out": model,
-        "'tests.theirs', which this process does not know": other.task(
-            stages.step(work), name="tests.theirs", base=SafeTask, shared=False
-        ),
-    }
-    for says, task in tasks.items():
-        with pytest.raises(ConfigurationError, match=f"entry 1.*{says}"):
-            stages.make_plan([(task, 1)])
-    other.close()
-
-
 def work(params: dict[str, Any]) -> None:
     """Do nothing."""
 
 
-@pytest.mark.parametrize(
-    ("decorate", "says"),
-    [
-        (lambda: single_instance(stages.step(work)), 'on_conflict="skip" would leave out a step'),
-        (
-            lambda: single_instance(on_conflict="retry", unique_until="end")(stages.step(work)),
-            "unique_until would leave out a step",
-        ),
-        (lambda: idempotent(stages.step(work)), "Put @stages.step below @shared_task"),
-        (lambda: single_instance(on_conflict="retry")(work), "does not know of the step. Put"),
-    ],
-)
-def test_what_would_leave_out_a_step_is_refused(
-    decorate: Callable[[], Any], says: str, mailbox: Mailbox
+#: A function with its decorators, options of its task, and the reason why it can't be a step.
+UNFIT: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (lambda: stages.step(work), {"base": Task}, "tests.unfit, which is not a SafeTask"),
+    (lambda: stages.step(work), {"pydantic": True}, "pydantic=True.*Leave that out"),
+    (lambda: single_instance(stages.step(work)), {}, 'on_conflict="skip" would leave out a step'),
+    (
+        lambda: single_instance(on_conflict="retry", unique_until="end")(stages.step(work)),
+        {},
+        "unique_until would leave out a step",
+    ),
+    (lambda: idempotent(stages.step(work)), {}, "Put @stages.step below @shared_task"),
+    (lambda: single_instance(on_conflict="retry")(work), {}, "does not know of the step. Put"),
+]
+
+
+@pytest.mark.parametrize(("decorate", "options", "says"), UNFIT)
+def test_a_task_that_can_not_be_a_step_is_refused(
+    decorate: Callable[[], Any], options: dict[str, Any], says: str, mailbox: Mailbox
 ) -> None:
-    """Decorators that end a message without its step are refused, naming the entry."""
-    task = mailbox.task(decorate(), name="tests.unfit", base=SafeTask)
-    with pytest.raises(ConfigurationError) as caught:
+    """Its end would not be recorded, Celery would read its params, or its step be left out."""
+    task = mailbox.task(decorate(), name="tests.unfit", **{"base": SafeTask, **options})
+    with pytest.raises(
+        ConfigurationError, match=rf"The plan can't be run: entry 2, \(<@task: tests.unfit.*{says}"
+    ):
         stages.make_plan([(note, 2), (task, 1)])
-    assert str(caught.value).startswith("The plan can't be run: entry 2, (<@task: tests.unfit")
-    assert says in str(caught.value)
+
+
+def test_a_task_of_another_app_is_refused() -> None:
+    """No worker here knows it."""
+    with closing(Celery("other", broker="memory://", set_as_current=False)) as other:
+        task: Any = other.task(stages.step(work), name="tests.theirs", base=SafeTask, shared=False)
+        with pytest.raises(
+            ConfigurationError, match=r"entry 1.*'tests.theirs', which this process"
+        ):
+            stages.make_plan([(task, 1)])
 
 
 # Mistakes with the decorator.
 
 
-def test_above_the_task_it_is_a_mistake() -> None:
-    """Above @shared_task it says what to write."""
+def test_above_the_task_or_a_lock_it_is_a_mistake() -> None:
+    """The error says what to write; above @single_instance a skipped run would count as done."""
     with pytest.raises(TypeError, match=r"@stages.step stands above the decorator that makes"):
         stages.step(note)
-
-
-def test_above_single_instance_it_is_a_mistake() -> None:
-    """Above @single_instance a skipped run would count as done."""
     with pytest.raises(TypeError, match=r"above @single_instance of work.*Put it below"):
         stages.step(single_instance(work))

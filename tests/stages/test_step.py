@@ -32,9 +32,8 @@ def do(staged: Staged, *plan: Any, params: Any = None) -> StageRun:
 )
 def test_what_says_that_it_succeeded(result: Any, params: dict[str, Any], staged: Staged) -> None:
     """A dict, None, True, or True and a dict; the task's own result is what was returned."""
-    staged.bodies["a"] = lambda task: result
-    run = staged.start("a")
-    assert staged.deliver(staged.take_one()) == ("SUCCESS", result)
+    run, message = staged.begin("a", do=lambda task: result)
+    assert staged.deliver(message) == ("SUCCESS", result)
     assert (*statuses(run), run.params) == ("succeeded", "s", params)
 
 
@@ -54,9 +53,8 @@ def test_what_says_that_it_failed(
     result: Any, error: type[Exception] | None, says: str, staged: Staged
 ) -> None:
     """False fails the step alone; anything else the task, too, and says what could be returned."""
-    staged.bodies["a"] = lambda task: result
-    run = staged.start("a", "b")
-    state, value = staged.deliver(staged.take_one())
+    run, message = staged.begin(do=lambda task: result)
+    state, value = staged.deliver(message)
     assert (state, type(value)) == (("FAILURE", error) if error else ("SUCCESS", type(result)))
     assert (*statuses(run), run.params) == ("failed", "fa", {})
     assert run.error_step.error_type == (error.__name__ if error else "ReturnedFalse")
@@ -286,6 +284,9 @@ def test_eagerly_all_is_done_at_once(eager: Staged) -> None:
     assert (*statuses(run), eager.calls) == ("succeeded", "sssss", list("abcde"))
     assert run.params == dict.fromkeys("abcde", True)
     assert (eager.take(), OutboxMessage.objects.using(eager.alias).count()) == ([], 0)
+    # Nested, so many stages would be more than Python's stack can take.
+    run = eager.start(*["a"] * 100)
+    assert (*statuses(run), len(eager.calls)) == ("succeeded", "s" * 100, 5 + 100)
 
 
 def test_eagerly_an_error_may_propagate(eager: Staged) -> None:

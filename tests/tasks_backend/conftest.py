@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,10 @@ if django.VERSION < (6, 0):
 
 
 @pytest.fixture
-def by_hand(locks_in_memory: None, db_alias: str) -> Iterator[ByHand]:
+def by_hand(mailbox: Mailbox, locks_in_memory: None, db_alias: str) -> Iterator[ByHand]:
     """The backend with its rows in a database; messages are delivered by hand."""
-    with (
-        override_settings(TASKS=tasks_setting(db_alias), DJANGO_CELERY_SAFE=SETTINGS),
-        closing(Mailbox()) as mailbox,
-        ByHand(mailbox, db_alias) as by_hand,
-    ):
-        yield by_hand
+    with override_settings(TASKS=tasks_setting(db_alias), DJANGO_CELERY_SAFE=SETTINGS):
+        yield ByHand(mailbox, db_alias)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +56,7 @@ def scene(redis_server: RedisServer, make_module_database: MakeDatabase) -> Iter
 
 @pytest.fixture(scope="module")
 def worker(scene: Scene) -> Iterator[CeleryWorker]:
-    """A worker with two children that takes all queues of the tests."""
-    with scene.worker() as worker:
+    """A worker with two children that knows the tasks in ``work``, and takes all their queues."""
+    arguments = ["--include", "tests.tasks_backend.work", "--queues", "celery,mails"]
+    with CeleryWorker("tests.app", concurrency=2, arguments=arguments) as worker:
         yield worker

@@ -1,13 +1,11 @@
 """Where the tests of the backend play: beside a mailbox, or beside real workers."""
 
 from dataclasses import dataclass
-from typing import Any, Self
-
-from celery import _state
+from typing import Any
 
 from django_celery_safe.models import OutboxMessage
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.processes import CeleryWorker, wait_for
+from tests.processes import wait_for
 
 BACKEND = "django_celery_safe.backends.SafeCeleryBackend"
 #: Seconds until something must have happened for which a lease of 2 s has to be over.
@@ -24,14 +22,6 @@ class ByHand:
 
     def __init__(self, mailbox: Mailbox, alias: str) -> None:
         self.mailbox, self.alias = mailbox, alias
-
-    def __enter__(self) -> Self:
-        self._app_before = _state._get_current_app()
-        self.mailbox.app.set_current()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._app_before.set_current()
 
     @property
     def rows(self) -> Any:
@@ -64,11 +54,6 @@ class Scene:
     """
 
     alias: str
-
-    def worker(self) -> CeleryWorker:
-        """Return a worker, not yet started, that knows the tasks in ``work``."""
-        arguments = ["--include", "tests.tasks_backend.work", "--queues", "celery,mails"]
-        return CeleryWorker("tests.app", concurrency=2, arguments=arguments)
 
     def until_finished(self, result: Any) -> Any:
         """Wait until a result is there; return it."""

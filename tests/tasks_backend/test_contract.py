@@ -1,11 +1,13 @@
 """
-Django's expectations of a backend, on real workers.
+Django's expectations of a backend, on real workers, of which one is killed.
 
-They are those of its pages docs/topics/tasks.txt and docs/ref/tasks.txt (6.0 and 6.1), and of
-its own backends.
+The expectations are those of its pages docs/topics/tasks.txt and docs/ref/tasks.txt (6.0 and
+6.1), and of its own backends.
 """
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.tasks import TaskResultStatus, default_task_backend
 
+from tests.processes import Journal, wait_for
 from tests.tasks_backend import work
-from tests.tasks_backend.scenes import Scene
+from tests.tasks_backend.scenes import PATIENCE, Scene
+from tests.worker.relaying import relaying
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -72,3 +76,23 @@ def test_the_context_is_that_of_the_run(scene: Scene, tmp_path: Path) -> None:
     result = scene.until_finished(queue.enqueue(room=str(tmp_path)))
     assert result.return_value == [1, result.id, "RUNNING", "mails", result.worker_ids, True]
     assert result.task == queue
+
+
+def test_a_killed_process_is_followed_by_one_more_run(scene: Scene, tmp_path: Path) -> None:
+    """The task succeeds in its second attempt, by another process."""
+    journal = Journal(tmp_path / "journal")
+
+    def until_runs(number: int) -> dict[str, Any]:
+        wait_for(lambda: len(journal.entries("ran")) >= number, PATIENCE, f"{number} runs")
+        return journal.entries("ran")[-1]
+
+    with relaying(scene.alias):
+        result = work.stay.enqueue(str(tmp_path))
+        os.kill(until_runs(1)["pid"], signal.SIGKILL)
+        second = until_runs(2)
+        (tmp_path / "gate").touch()
+        scene.until_finished(result)
+    assert result.return_value == 2
+    assert [one["attempt"] for one in journal.entries("ran")] == [1, 2]
+    assert result.worker_ids[0] == "unknown"
+    assert result.worker_ids[1].endswith(f":{second['pid']}")

@@ -1,8 +1,6 @@
 """The messages of ``enqueue``, with the results and signals that belong to them."""
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,26 +15,12 @@ from django.utils import timezone
 from django_celery_safe import ConfigurationError, WrongTransaction
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.conftest import rolled_back
+from tests.sending.conftest import hearing, rolled_back
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import BACKEND, ByHand, tasks_setting
 
 #: Django's signals, in the order in which a task sends them.
 SIGNALS = (signals.task_enqueued, signals.task_started, signals.task_finished)
-
-
-@contextmanager
-def hearing_all() -> Iterator[list[tuple[Any, ...]]]:
-    """Collect what Django's signals of tasks say meanwhile."""
-    heard: list[tuple[Any, ...]] = []
-
-    def hear(signal: Any, sender: type, task_result: Any, **kwargs: Any) -> None:
-        heard.append((signal, sender.__name__, task_result.id, str(task_result.status)))
-
-    with ExitStack() as stack:
-        for signal in SIGNALS:
-            stack.enter_context(receiving(signal, hear))
-        yield heard
 
 
 def test_a_task_is_a_task_of_celery(by_hand: ByHand) -> None:
@@ -53,7 +37,12 @@ def test_a_task_is_a_task_of_celery(by_hand: ByHand) -> None:
 
 def test_signals_say_what_happens(by_hand: ByHand) -> None:
     """A task is enqueued at the commit, started and finished by the worker, each once."""
-    with hearing_all() as heard:
+    started: list[str] = []
+
+    def look(task_result: Any, **kwargs: Any) -> None:
+        started.append(str(task_result.status))  # the worker's result changes later
+
+    with hearing(*SIGNALS) as heard, receiving(signals.task_started, look):
         with rolled_back(by_hand.alias):
             lost = work.add.enqueue(1)
             assert work.add.get_result(lost.id).status == TaskResultStatus.READY
@@ -63,25 +52,29 @@ def test_signals_say_what_happens(by_hand: ByHand) -> None:
         with transaction.atomic(using=by_hand.alias):
             result = work.add.enqueue(1)
             assert (heard, result.enqueued_at, by_hand.mailbox.take()) == ([], None, [])
-        assert [one[0] for one in heard] == [signals.task_enqueued]
+        assert [one["signal"] for one in heard] == [signals.task_enqueued]
         assert result.enqueued_at is not None
         by_hand.deliver()
-    states = zip(SIGNALS, ("READY", "RUNNING", "SUCCESSFUL"), strict=True)
-    assert heard == [(one, "SafeCeleryBackend", result.id, state) for one, state in states]
+    assert [one["signal"] for one in heard] == list(SIGNALS)
+    assert {one["sender"].__name__ for one in heard} == {"SafeCeleryBackend"}
+    results = [one["task_result"] for one in heard]
+    assert [one.id for one in results] == [result.id] * 3
+    assert (str(results[0].status), started) == ("READY", ["RUNNING"])
+    assert str(results[-1].status) == "SUCCESSFUL"
 
 
 def test_a_task_need_not_be_carried(by_hand: ByHand) -> None:
     """It still waits for the commit; it has no result, and the error says what is to be set."""
     with override_settings(TASKS=tasks_setting(by_hand.alias, outbox=True)):
         assert not task_backends["default"].supports_get_result
-        with hearing_all() as heard:
+        with hearing(*SIGNALS) as heard:
             with transaction.atomic(using=by_hand.alias):
                 result = work.add.enqueue(1)
                 assert by_hand.mailbox.take() == []
             message = by_hand.take()
             assert "attempt" not in message.ours
             assert by_hand.mailbox.deliver(message).value == 1
-        assert [one[0] for one in heard] == list(SIGNALS)
+        assert [one["signal"] for one in heard] == list(SIGNALS)
         assert by_hand.rows.done().count() == 0
         with pytest.raises(NotImplementedError, match="until_done"):
             result.refresh()
@@ -107,7 +100,7 @@ def test_a_broker_that_is_gone(by_hand: ByHand) -> None:
     assert work.add.get_result(result.id).status == TaskResultStatus.READY
     assert by_hand.rows.pending().count() == 1
     setting = tasks_setting(by_hand.alias, outbox=False)
-    with override_settings(TASKS=setting), hearing_all() as heard:
+    with override_settings(TASKS=setting), hearing(*SIGNALS) as heard:
         with transaction.atomic(using=by_hand.alias):
             result = work.add.enqueue(1)
         assert (heard, result.enqueued_at) == ([], None)
@@ -190,7 +183,7 @@ def test_a_retry_is_another_attempt(by_hand: ByHand) -> None:
     """The task is ready again; of the workers of earlier attempts only the number is kept."""
     work.attempts.clear()
     result = work.try_again.enqueue(2)
-    with hearing_all() as heard:
+    with hearing(*SIGNALS) as heard:
         for number in (1, 2):
             assert by_hand.deliver().state == "RETRY"
             result.refresh()
@@ -201,17 +194,17 @@ def test_a_retry_is_another_attempt(by_hand: ByHand) -> None:
     assert result.return_value == [1, 2, 3]
     assert result.worker_ids[:2] == ["unknown", "unknown"]
     assert result.worker_ids[2].endswith(f":{os.getpid()}")
-    assert [one[0] for one in heard] == [signals.task_started] * 3 + [signals.task_finished]
+    assert [one["signal"] for one in heard] == [signals.task_started] * 3 + [signals.task_finished]
 
 
 def test_a_task_may_run_eagerly(by_hand: ByHand) -> None:
     """With ``task_always_eager``, at the commit; there is no row, and so no result."""
     by_hand.mailbox.app.conf.task_always_eager = True
-    with hearing_all() as heard:
+    with hearing(*SIGNALS) as heard:
         with transaction.atomic(using=by_hand.alias):
             result = work.describe_context.enqueue("room")
             assert heard == []
-        assert {one[0] for one in heard} == set(SIGNALS)
+        assert {one["signal"] for one in heard} == set(SIGNALS)
     with pytest.raises(TaskResultDoesNotExist):
         result.refresh()
 

@@ -1,14 +1,20 @@
-"""Options of one entry of a plan, beside its arguments."""
+"""Options of one entry of a plan, beside its arguments, and labels of a run."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from threading import Barrier
 from typing import Any, Final
 
 import pytest
+from django.db import transaction
 
 from django_celery_safe import ConfigurationError, SafeTask, stages
 from django_celery_safe.databases import Now
+from django_celery_safe.exceptions import AlreadyStarted, IllegalTransition
 from django_celery_safe.models import StageRun
 from django_celery_safe.sending.relay import Relay
+from tests.background import elsewhere
+from tests.sending.conftest import rolled_back
 from tests.stages.tasks import note, reconnect
 from tests.stages.test_messages import Staged, refuse, shown, statuses
 
@@ -116,3 +122,117 @@ def test_retries_of_a_task_that_celery_retries() -> None:
     with pytest.raises(ConfigurationError, match="with autoretry_for set max_retries on the task"):
         stages.make_plan([(reconnect, 1, {"@retries": 1})])
     assert stages.make_plan([(reconnect, 1, {"@queue": "slow"})])
+
+
+# Keys, names and addresses.
+
+
+KEY: Final = "album:7"
+
+
+def let_fail(staged: Staged, run: StageRun) -> None:
+    """Let a run's step fail."""
+    staged.bodies["a"] = refuse
+    staged.deliver_all()
+    staged.bodies.clear()
+
+
+ENDS: Final[dict[str, Callable[[Staged, StageRun], object]]] = {
+    "succeeds": lambda staged, run: staged.deliver_all(),
+    "fails": let_fail,
+    "is aborted": lambda staged, run: run.abort(),
+    "is deleted": lambda staged, run: run.delete(),
+}
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("end", ENDS)
+def test_a_key_has_one_run_until_that_ends(end: str, staged: Staged) -> None:
+    """A second start raises an error that holds the first run; after its end it is possible."""
+    run = staged.start("a", key=KEY)
+    for _ in range(2):
+        with pytest.raises(AlreadyStarted) as caught:
+            staged.start("a", key=KEY)
+        assert (caught.value.key, caught.value.run) == (KEY, run)
+        assert f"Run {run.pk} (album:7), which is waiting, has the key" in str(caught.value)
+        assert staged.runs.count() == 1
+    ENDS[end](staged, run)
+    again = staged.start("a", key=KEY)
+    assert again.pk != run.pk
+    assert staged.runs.filter(key=KEY).latest("pk") == again
+
+
+@pytest.mark.sql
+def test_other_keys_and_runs_without_one_start(staged: Staged) -> None:
+    """Keys are compared whole and with their case; runs without a key have nothing in common."""
+    for key in (KEY, "album:71", "ALBUM:7", "", ""):
+        staged.start("a", key=key)
+    assert staged.runs.active().count() == 5
+
+
+@pytest.mark.sql
+def test_starts_at_the_same_time(staged: Staged) -> None:
+    """Only one of several starts at once begins its run, and the others get that run."""
+    count = 6
+    barrier = Barrier(count)
+    plan = stages.make_plan([(staged.task, 1, {"name": "a"})])
+
+    def start_too() -> tuple[bool, int]:
+        try:
+            barrier.wait(30)
+            return True, stages.start(plan, key=KEY).pk
+        except AlreadyStarted as error:
+            return False, error.run.pk
+
+    starts = [elsewhere(staged.alias, start_too) for _ in range(count)]
+    found = [one.result() for one in starts]
+    assert sorted(won for won, _ in found) == [False] * (count - 1) + [True]
+    assert len({pk for _, pk in found}) == 1
+
+
+def test_a_start_that_is_rolled_back_leaves_the_key(staged: Staged) -> None:
+    """Inside atomic() a key is taken with the commit, and a refused start harms nothing else."""
+    with rolled_back(staged.alias):
+        staged.start("a", key=KEY)
+    with transaction.atomic(using=staged.alias):
+        run = staged.start("a", key=KEY)
+        with pytest.raises(AlreadyStarted):
+            staged.start("a", key=KEY)
+        assert staged.start("a", key="album:8").pk
+    assert len(staged.take()) == 2
+    assert staged.runs.first() == run
+
+
+def test_a_run_whose_key_is_taken_can_not_be_resumed(staged: Staged) -> None:
+    """A failed run waits with its resume until the next run of its key has ended."""
+    failed = staged.start("a", key=KEY)
+    let_fail(staged, failed)
+    second = staged.start("a", key=KEY)
+    before = staged.tables()
+    with pytest.raises(IllegalTransition, match="another run has its key 'album:7'"):
+        failed.resume()
+    assert staged.tables() == before
+    second.abort()
+    staged.take()
+    failed.resume()
+    with pytest.raises(AlreadyStarted):
+        staged.start("a", key=KEY)
+    staged.deliver_all()
+    assert statuses(failed) == ("succeeded", "s")
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ({"key": 7}, "its key is 7"),
+        ({"key": "k" * 256}, "its key is 'kkk"),
+        ({"key": "a\0"}, "its key is 'a\\x00'. Give a text that can be seen"),
+        ({"url": "javascript:alert(1)"}, "its url is 'javascript:alert(1)', which is not an"),
+    ],
+)
+def test_texts_that_can_not_be_kept(labels: dict[str, Any], says: str, staged: Staged) -> None:
+    """They are refused at the start, and nothing is written."""
+    with pytest.raises(ConfigurationError) as caught:
+        staged.start("a", **labels)
+    assert says in str(caught.value)
+    assert staged.tables() == [[]] * 4
