@@ -62,6 +62,7 @@ def test_locks_without_django_redis(
     assert run_python("-W", "error", "-c", USES, env=environment) == "done\n"
 
 
+@pytest.mark.repository
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_the_settings_of_the_docs(kind: str, redis_server: RedisServer, settings: Settings) -> None:
     """Each client takes the settings that the docs show, and they mean the same to both."""

@@ -82,6 +82,7 @@ def waiting_for(name: str, cluster: RedisClusterServer) -> Iterator[None]:
         assert waiting.result(30)
 
 
+@pytest.mark.repository
 def test_each_client(cluster: RedisClusterServer, clock: HeldClock) -> None:
     """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
     assert "redis cluster" in get_store().where

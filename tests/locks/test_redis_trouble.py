@@ -368,6 +368,7 @@ def find_refused() -> list[str]:
     return [text.partition(words)[2] for text in texts if words in text]
 
 
+@pytest.mark.repository
 def test_the_commands_that_are_listed_are_enough(admin: Any) -> None:
     """A user that may run the listed commands alone can lock, wait, renew, list and release."""
     with cache_lock("listed", timeout=60) as lock:
@@ -389,6 +390,7 @@ def refusing_by_acl() -> Iterator[None]:
     assert error is None or re.search("ACL does not let.*celery_locks doctor", str(error))
 
 
+@pytest.mark.repository
 def test_a_refused_command_leaves_no_lock_of_nobody(admin: Any) -> None:
     """An acquisition that the ACL refuses holds nothing; the check names the command."""
     for command in redis_store.COMMANDS:
