@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +49,11 @@ def status_of_program(command: str, *arguments: str) -> int:
     return 0
 
 
-def run_python(*arguments: str, env: Mapping[str, str] | None = None) -> str:
+def run_python(
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> str:
     """Return what Python prints with these arguments; it has to end well, and in two minutes."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -36,6 +36,7 @@ from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.caches import cache_at
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
+from tests.contract.conftest import params
 from tests.locks.renewals import held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
@@ -50,17 +51,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "OWN_RUN_WAIT", 0.01)
 
 
-@pytest.fixture(
-    params=["local", "django-redis", "memcached", pytest.param("database", marks=pytest.mark.sql)]
-)
-def store(
-    request: pytest.FixtureRequest, use_store: Callable[[str], None], settings: Settings
-) -> None:
+@pytest.fixture(params=params("local", "django-redis", "memcached", "database"))
+def store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> None:
     """Each kind of store in turn."""
-    if request.param == "database":
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": request.getfixturevalue("db_alias")}
-    else:
-        use_store(request.param)
+    use_store(request.param)
 
 
 class Importing:

@@ -265,27 +265,19 @@ def run_and_die(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "in_database"),
+    ("where", "store_name"),
     [
-        ("CacheLock.acquire", False),
-        pytest.param("SentLock._begin_run", True, marks=pytest.mark.sql),
-        pytest.param("CacheLock.__exit__", True, marks=pytest.mark.sql),
-        pytest.param("SentLock.move", True, marks=pytest.mark.sql),
+        ("CacheLock.acquire", "django-redis"),
+        pytest.param("SentLock._begin_run", "database", marks=pytest.mark.sql),
+        pytest.param("CacheLock.__exit__", "database", marks=pytest.mark.sql),
+        pytest.param("SentLock.move", "database", marks=pytest.mark.sql),
     ],
 )
 def test_a_death_between_the_two_locks_leaves_nothing_for_long(
-    where: str,
-    in_database: bool,
-    mailbox: Mailbox,
-    use_store: Callable[[str], None],
-    settings: Settings,
-    db_alias: str,
+    where: str, store_name: str, mailbox: Mailbox, use_store: Callable[[str], None]
 ) -> None:
     """Its message, delivered again, runs; after the run had begun the same can be sent anyway."""
-    if in_database:
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
-    else:
-        use_store("django-redis")
+    use_store(store_name)
     with start_in_process(run_and_die, where) as process:
         message = process.receive()
         with pytest.raises(FunctionFailed):

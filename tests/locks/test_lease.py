@@ -160,9 +160,9 @@ def test_a_lost_lease_is_lost_at_once(locks_in_memory: None, clock: HeldClock) -
     """When the store says no, the lock is not held, before anybody asks for its new holder."""
     with cache_lock("freed", timeout=LEASE) as lock:
         free("freed")
-        with hanging("peek", in_background) as peek:
+        with hanging("peek", in_background) as asked:
             clock.jump(11, settle=False)
-            assert peek.began.wait(30)
+            assert asked.wait(30)
             assert not lock.held
 
 
@@ -179,11 +179,11 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
             raise LockBackendError("here", "extend", "no answer")
 
         monkeypatch.setattr(LocalStore, "extend", fail)
-    with hanging("extend") as extend:
+    with hanging("extend") as extending:
         lease = Lease(get_store(), "released", "token", LEASE, clock.now() - LEASE, print)
         renewer.add(lease)
         thread: Any = lease.lane._thread  # type: ignore[union-attr]
-        assert extend.began.wait(30)
+        assert extending.wait(30)
         renewer.remove(lease)
         # The thread of an hour's lease may hang for as long; finish() has a transaction open.
         monkeypatch.setattr(renewing, "LONGEST_FINISH", 0.1)
@@ -207,8 +207,8 @@ def test_a_renewal_that_hangs_holds_up_no_other(
     with hangs:
         settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}
         hang = hanging("extend", lambda renewals, *within: renewals[0][0] == "hangs")
-        with other, hang as extend:
+        with other, hang as extending:
             for _ in range(4):
                 clock.jump(seconds / 2, settle=False)
-                assert extend.began.wait(30)
+                assert extending.wait(30)
                 wait_for(lambda: other.remaining == seconds, 30, "it is not renewed")

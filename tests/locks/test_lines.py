@@ -153,9 +153,9 @@ def test_the_last_release_waits_for_no_renewal(
     monkeypatch.setattr(LocalStore, "close", lambda store: closed.append(store))
     lock = cache_lock("last", timeout=30)
     assert lock.acquire()
-    with hanging("extend") as extend:
+    with hanging("extend") as extending:
         clock.jump(11, settle=False)
-        assert extend.began.wait(10)
+        assert extending.wait(10)
         assert lock.release()
         assert get_store() not in closed
     wait_for(lambda: get_store() in closed)
