@@ -150,7 +150,7 @@ SETTINGS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("E002", "in memory: each thread", locks_in_database(default=A, locks=MEMORY), {}),
     ("W002", "every process has for itself.*Use Redis", locks_in(LOCMEM), {}),
     ("W002", "forgets items when it is full and .*restarts", MEMCACHED, {}),
-    ("W002", "nothing is known of", locks_in("tests.locks.test_portable.DictCache"), {}),
+    ("W002", "nothing is known of", locks_in("tests.locks.test_portable.UnknownCache"), {}),
     ("W003", 'S."default".*IMMEDIATE', {"DATABASES": {"default": DEFERRED, "good": B}}, {}),
 ]
 

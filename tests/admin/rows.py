@@ -11,12 +11,11 @@ from django.db import router
 from django_celery_safe import send_on_commit, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
-from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
 from tests.app.tasks import add
+from tests.locks.renewals import take_lock
 from tests.sending.conftest import dying_sender
 from tests.stages.tasks import note
 
@@ -40,7 +39,7 @@ def write_alias() -> str:
 def hold(name: str, holder: Holder = HOLDER, seconds: float = LEASE) -> str:
     """Have somebody hold a lock; return the token."""
     token = os.urandom(16).hex()
-    assert isinstance(get_store().take(LockRequest(name, token, seconds, holder)), Acquired)
+    take_lock(name, token, seconds, holder)
     return token
 
 
