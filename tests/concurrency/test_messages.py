@@ -41,6 +41,9 @@ from tests.locks.renewals import held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 
+#: Locks live in memory, unless a test says otherwise.
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
+
 NAME = "tests.importing"
 LOCK = f"{NAME}:7"
 
@@ -84,7 +87,7 @@ class Importing:
 
 
 @pytest.mark.parametrize("base", [Task, SafeTask])
-def test_skip_succeeds_with_none(base: Any, mailbox: Mailbox, locks_in_memory: None) -> None:
+def test_skip_succeeds_with_none(base: Any, mailbox: Mailbox) -> None:
     """The duplicate ends as a success without a result, and the body does not run."""
     importing = Importing(mailbox, base)
     message = importing.message()
@@ -95,7 +98,7 @@ def test_skip_succeeds_with_none(base: Any, mailbox: Mailbox, locks_in_memory: N
 
 
 def test_a_lease_that_ends_before_the_body_begins(
-    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task runs, because no one else holds its lock, and is not skipped."""
     importing = Importing(mailbox, timeout=30)
@@ -114,7 +117,7 @@ def test_a_lease_that_ends_before_the_body_begins(
         assert run() == "imported"
 
 
-def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -> None:
+def test_the_key_that_travels_decides(mailbox: Mailbox) -> None:
     """The sender's key is taken as it is, since only the sender had the arguments as given."""
     importing = Importing(mailbox)
     message = importing.message().with_headers(**{HEADER: {"task": NAME, "key": "of the sender"}})
@@ -148,9 +151,7 @@ def test_wait_runs_when_the_other_has_ended(store: None, mailbox: Mailbox) -> No
 @pytest.mark.parametrize(
     "options", [{"on_conflict": "wait", "blocking_timeout": 0.2}, {"on_conflict": "raise"}]
 )
-def test_a_conflict_ends_in_already_running(
-    options: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_conflict_ends_in_already_running(options: dict[str, Any], mailbox: Mailbox) -> None:
     """The run fails, naming lock and holder, and for how long it waited in vain."""
     importing = Importing(mailbox, **options)
     message = importing.message()
@@ -166,7 +167,6 @@ def test_a_conflict_ends_in_already_running(
 @pytest.mark.parametrize(
     ("base", "autoretry"), [(Task, {"autoretry_for": (Exception,)}), (SafeTask, {})]
 )
-@pytest.mark.usefixtures("locks_in_memory")
 def test_reject_is_celerys_reject(base: Any, autoretry: dict[str, Any], mailbox: Mailbox) -> None:
     """The duplicate is rejected for good, naming lock and holder, and never retried."""
     importing = Importing(mailbox, base, on_conflict="reject", **autoretry)
@@ -184,7 +184,7 @@ def test_reject_is_celerys_reject(base: Any, autoretry: dict[str, Any], mailbox:
     ("base", "autoretry"), [(Task, {"autoretry_for": (Exception,)}), (SafeTask, {})]
 )
 def test_retry_comes_back_as_the_same_message(
-    base: Any, autoretry: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+    base: Any, autoretry: dict[str, Any], mailbox: Mailbox
 ) -> None:
     """It is sent again after the delay: same id, arguments, chain and limits, retries untouched."""
     importing = Importing(
@@ -216,7 +216,6 @@ def test_retry_comes_back_as_the_same_message(
     assert importing.runs == [first.id]
 
 
-@pytest.mark.usefixtures("locks_in_memory")
 def test_retries_that_come_back_are_spread(mailbox: Mailbox) -> None:
     """Many don't come back at the same moment, nor when the broker has redelivered them."""
     importing = Importing(mailbox, on_conflict="retry", retry_delay=60)
@@ -231,7 +230,6 @@ def test_retries_that_come_back_are_spread(mailbox: Mailbox) -> None:
     assert len(delays) > 2
 
 
-@pytest.mark.usefixtures("locks_in_memory")
 def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: Settings) -> None:
     """Redacted arguments stay so, after a conflict, too; with SHOW_ARGUMENTS off none is shown."""
 
@@ -263,7 +261,7 @@ def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: 
     ],
 )
 def test_a_message_that_meets_its_own_lock_comes_back(
-    base: Any, options: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+    base: Any, options: dict[str, Any], mailbox: Mailbox
 ) -> None:
     """One copy, or a copy of it, with the same id, retries and chain comes after the lease."""
     importing = Importing(mailbox, base, autoretry_for=(Exception,), **options)
@@ -329,9 +327,7 @@ def test_what_comes_after_a_long_run_is_dropped(store: None, mailbox: Mailbox) -
 
 
 @pytest.mark.parametrize("error", [Reject("later", requeue=True), LockLost("x")], ids=repr)
-def test_a_long_run_that_gave_up_is_followed_by_another(
-    error: Exception, mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_long_run_that_gave_up_is_followed_by_another(error: Exception, mailbox: Mailbox) -> None:
     """A run that puts its message back, or lost its lock, leaves the work to the next delivery."""
     mailbox.app.conf.broker_transport_options = {"visibility_timeout": 0}
     body = Mock(side_effect=[error, None])
@@ -348,7 +344,7 @@ def test_a_long_run_that_gave_up_is_followed_by_another(
 
 
 def test_the_end_of_a_long_run_can_not_be_marked(
-    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails then does not turn the work that is done into a failure."""
     take = LocalStore.take
@@ -368,7 +364,7 @@ def test_the_end_of_a_long_run_can_not_be_marked(
     ("lease", "visibility", "longest"), [(30, 8, 4), (4, 30, 4), (30, None, 30)]
 )
 def test_a_copy_comes_when_the_lease_is_over_or_earlier(
-    lease: float, visibility: float | None, longest: float, mailbox: Mailbox, locks_in_memory: None
+    lease: float, visibility: float | None, longest: float, mailbox: Mailbox
 ) -> None:
     """Its delay is what is left of the lease, at most half the broker's visibility timeout."""
     if visibility is not None:
@@ -383,7 +379,7 @@ def test_a_copy_comes_when_the_lease_is_over_or_earlier(
 
 
 def test_a_lock_that_is_free_in_a_moment_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, locks_in_memory: None
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
 ) -> None:
     """A retry without delay, which overtakes the end of its own run, runs at once."""
     monkeypatch.setattr(copies, "OWN_RUN_WAIT", 10.0)
@@ -409,7 +405,7 @@ def test_a_lock_that_is_free_in_a_moment_is_waited_for(
     ],
 )
 def test_a_message_that_can_not_be_sent_again_stays_with_the_broker(
-    holder: str, options: dict[str, Any], expected: str, mailbox: Mailbox, locks_in_memory: None
+    holder: str, options: dict[str, Any], expected: str, mailbox: Mailbox
 ) -> None:
     """With acks_late the broker gets it back, and nothing is noted; else it fails, to be seen."""
     message = Importing(mailbox).message()
@@ -431,6 +427,7 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
 ) -> None:
     """Whether the lock is free is not known then: LockBackendError, and the body does not run."""
     settings.CACHES = cache_at(f"redis://127.0.0.1:{dead_port()}", "django")
+    settings.DJANGO_CELERY_SAFE = {}
     importing = Importing(mailbox)
     state, error = mailbox.deliver(importing.message())
     assert state == "FAILURE"

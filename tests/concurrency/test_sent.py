@@ -50,6 +50,9 @@ from tests.versions import IS_CELERY_57
 
 __all__ = ["store"]
 
+#: Locks live in memory, unless a test says otherwise.
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
+
 NAME = "tests.once"
 #: The lock of a message for the number 7.
 SENT = f"sent:{NAME}:7"
@@ -96,7 +99,7 @@ ENDS = {CacheLock.__exit__.__code__, SentLock.end_run.__code__}
 
 @pytest.mark.parametrize("conflict", [False, True])
 def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
-    conflict: bool, mailbox: Mailbox, locks_in_memory: None, caplog: pytest.LogCaptureFixture
+    conflict: bool, mailbox: Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """
     At whichever call it hits, the message's lock is free at once.
@@ -204,7 +207,7 @@ def test_a_long_run_renews_both_locks(
 
 @pytest.mark.parametrize("forged", [None, "text", {"header": {}}])
 def test_what_is_known_of_a_message_is_no_header_and_no_part_of_a_copy(
-    forged: object, mailbox: Mailbox, locks_in_memory: None
+    forged: object, mailbox: Mailbox
 ) -> None:
     """A header of its name is not believed, and the request of a run can be pickled and copied."""
 
@@ -296,7 +299,7 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
 
 @pytest.mark.parametrize(("pid", "left"), [(NO_PROCESS, []), (4711, [f"{NAME}:7"])])
 def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
-    pid: int, left: list[str], mailbox: Mailbox, locks_in_memory: None
+    pid: int, left: list[str], mailbox: Mailbox
 ) -> None:
     """The run's lock is freed only if the dead process held it; the message's lock is kept."""
     unique(mailbox, work, {}).delay(7)
@@ -318,7 +321,7 @@ def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
     ("how", "acks_late"), [("reject", True), ("requeue", True), ("requeue", False)]
 )
 def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
-    how: str, acks_late: bool, mailbox: Mailbox, locks_in_memory: None
+    how: str, acks_late: bool, mailbox: Mailbox
 ) -> None:
     """A message that was acknowledged early is never requeued, whatever the Reject says."""
     task = unique(mailbox, work, {}, acks_late=acks_late)
@@ -335,7 +338,7 @@ def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
 
 @pytest.mark.parametrize("autoretry", [(), (Exception,)])
 def test_a_retry_raised_by_hand_frees_the_lock(
-    autoretry: tuple[type[Exception], ...], mailbox: Mailbox, locks_in_memory: None
+    autoretry: tuple[type[Exception], ...], mailbox: Mailbox
 ) -> None:
     """The run frees the lock, because no message was sent that would free it later."""
     options = {"autoretry_for": autoretry} if autoretry else {}
@@ -349,7 +352,7 @@ def test_a_retry_raised_by_hand_frees_the_lock(
 
 @pytest.mark.parametrize("why", ["retry", "autoretry", "conflict"])
 def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
-    why: str, mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    why: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run frees its own lock last, so it undoes nothing that the next run does with this one."""
 
@@ -450,9 +453,7 @@ def test_a_retry_takes_its_lock_along(
     assert task.delay(7).is_duplicate is True
 
 
-def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(mailbox: Mailbox) -> None:
     """The retry could not be sent: until the run ends the lease is that of a run, and renewed."""
     left = []
 
@@ -469,9 +470,7 @@ def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
 
 
 @pytest.mark.parametrize("by", ["retry", "autoretry"])
-def test_a_retry_that_can_not_be_sent_frees_the_lock(
-    by: str, mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_retry_that_can_not_be_sent_frees_the_lock(by: str, mailbox: Mailbox) -> None:
     """Celery rejects the message then, and no other will come."""
     nowhere = nobody_listens()
 
@@ -525,9 +524,7 @@ def revoke(task: Any, message: Message) -> None:
     task_revoked.send(sender=task, request=request, terminated=False, signum=None, expired=False)
 
 
-def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(mailbox: Mailbox) -> None:
     """The same stays a duplicate while the first delivery runs."""
     task = unique(mailbox, work, {})
     first = task.delay(7)
@@ -537,9 +534,7 @@ def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(
         assert task.delay(7).id == first.id
 
 
-def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(mailbox: Mailbox) -> None:
     """In a worker of an older release, which has the task without its decorator, too."""
     unique(mailbox, work, {}).delay(7)
     message = mailbox.take_one()

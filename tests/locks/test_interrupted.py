@@ -17,6 +17,7 @@ from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
+from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.locks.renewals import get_lock, get_remaining
 from tests.servers import RedisServer
@@ -59,7 +60,8 @@ def store(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[
     path = f"{__name__}.InterruptedCache"
 
     monkeypatch.setitem(stores._STORES, path, f"{__name__}.InterruptedStore")
-    settings.CACHES = {"default": {"BACKEND": path, "LOCATION": "interrupted"}}
+    settings.CACHES = cache_at("interrupted", path)
+    settings.DJANGO_CELERY_SAFE = {}
     yield InterruptedStore
     InterruptedStore.before.clear()
     InterruptedStore.after.clear()
