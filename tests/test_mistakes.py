@@ -89,18 +89,8 @@ def test_a_misspelt_task_option(app: Celery) -> None:
         }
 
 
-def _key_of_attribute() -> None:
-    @single_instance(key="{user.id}")
-    def greet(user: int) -> None: ...
-
-    greet(5)
-
-
-def _key_function_fails() -> None:
-    @single_instance(key=lambda user: user.id)
-    def greet(user: int) -> None: ...
-
-    greet(5)
+def greet(user: int) -> None:
+    """Stand for a task."""
 
 
 def _with_no_key() -> None:
@@ -126,12 +116,12 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "using='defalt' .* DATABASES .* It has: 'default'.* Did you mean 'default'",
     ),
     "a key with an attribute": (
-        _key_of_attribute,
+        lambda: single_instance(key="{user.id}")(greet)(5),
         ConfigurationError,
         "{user.id}.*plain data.* user_id, and write {user_id}",
     ),
     "a key function that fails": (
-        _key_function_fails,
+        lambda: single_instance(key=lambda user: user.id)(greet)(5),
         AttributeError,
         r"no attribute 'id'\nRaised by the key function .* of task .*greet",
     ),
