@@ -117,6 +117,11 @@ class Mailbox:
         (message,) = self.take()
         return message
 
+    def send(self, task: Any, *args: Any, **options: Any) -> Message:
+        """Send a task with these options; return its message."""
+        task.apply_async(args, **options)
+        return self.take_one()
+
     def deliver(self, message: Message) -> Outcome:
         """Run the message here, as a worker's child would."""
         task: Task[Any, Any] = self.app.tasks[message.headers["task"]]

@@ -166,8 +166,7 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, mailbox: Mailbox) ->
 
     decorated = change.decorate(UNIQUE(functools.wraps(change.function)(work)))
     task = mailbox.task(decorated, base=change.base, name="tests.changed", **change.options)
-    task.apply_async((5,), change.more)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert mailbox.deliver(mailbox.send(task, 5, kwargs=change.more)).state == "RETRY"
     assert task.apply_async((5,), change.more).is_duplicate is True
     assert mailbox.deliver(mailbox.take_one()).value == 5
     assert list(iter_locks()) == []
@@ -185,8 +184,7 @@ def test_an_error_callback_runs_alone(mailbox: Mailbox) -> None:
 
     callback = mailbox.task(single_instance(on_error), base=SafeTask, name="tests.on_error")
     task = mailbox.task(fail, base=SafeTask, name="tests.fail")
-    task.apply_async(link_error=callback.s())
-    message = mailbox.take_one()
+    message = mailbox.send(task, link_error=callback.s())
     assert mailbox.deliver(message).state == "FAILURE"
     ((value, locks),) = runs
     assert value == (message.id, "broken")

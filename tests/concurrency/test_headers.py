@@ -68,8 +68,7 @@ def test_headers_passed_on_to_another_task_take_nothing_along(
     other = mailbox.task(decorate(names_of_locks), base=base, name="tests.other")
     sending = make_unique(mailbox, send_to(other))
     for _ in range(2):  # a mark of a duplicate would show at the second
-        sending.apply_async((7,), headers={"x-user": "me"}, **call)
-        run = mailbox.deliver(mailbox.take_one())
+        run = mailbox.deliver(mailbox.send(sending, 7, headers={"x-user": "me"}, **call))
         assert run.state == "SUCCESS"
         messages = mailbox.take()
         assert [message.headers["x-user"] for message in messages] == ["me"] * 2
@@ -90,9 +89,7 @@ def test_headers_passed_on_to_a_new_send_take_nothing_along(mailbox: Mailbox) ->
         sends = [self.apply_async((n,), headers=self.request.headers) for n in (8, 7)]
         return [one.is_duplicate for one in sends]
 
-    task = make_unique(mailbox, sending)
-    task.apply_async((7,), single_instance={"timeout": 100})
-    first = mailbox.take_one()
+    first = mailbox.send(make_unique(mailbox, sending), 7, single_instance={"timeout": 100})
     assert mailbox.deliver(first) == ("SUCCESS", [False, True])
     second = mailbox.take_one()
     assert second.id != first.id
@@ -116,9 +113,7 @@ def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox) -> None:
         assert get_remaining(run.name) > 90
         return run.name
 
-    task = make_unique(mailbox, retried)
-    task.apply_async((7,), single_instance=CALL)
-    first = mailbox.take_one()
+    first = mailbox.send(make_unique(mailbox, retried), 7, single_instance=CALL)
     assert mailbox.deliver(first).state == "RETRY"
     assert held_names() == [f"sent:{NAME}:feed-42"]
     again = mailbox.take_one()
@@ -208,8 +203,7 @@ def test_a_garbled_header_loses_no_run(
     def looking(self: Any, number: int) -> list[str]:
         return held_names()
 
-    make_unique(mailbox, looking).delay(7)
-    state, held = mailbox.deliver(forge(mailbox.take_one(), name))
+    state, held = mailbox.deliver(forge(mailbox.send(make_unique(mailbox, looking), 7), name))
     assert state == "SUCCESS"
     assert f"{NAME}:7" in held
     assert f"{NAME}:7" not in held_names()

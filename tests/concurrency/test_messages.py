@@ -79,8 +79,7 @@ class Importing:
 
     def message(self, **options: Any) -> Message:
         """Return a message for the lock of number 7."""
-        self.task.apply_async((7,), **options)
-        return self.mailbox.take_one()
+        return self.mailbox.send(self.task, 7, **options)
 
 
 # Another run holds the lock.
@@ -238,15 +237,13 @@ def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: 
 
     decorate = single_instance(key="{number}", unique_until="end", on_conflict="retry")
     task = mailbox.task(decorate(look), base=SafeTask, name=NAME)
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).value == ["(7,)", "(7,)"]
+    assert mailbox.deliver(mailbox.send(task, 7)).value == ["(7,)", "(7,)"]
     task.apply_async((7,), argsrepr="('***',)", kwargsrepr="{}")
     with held_by(LOCK, "other"):
         mailbox.deliver(mailbox.take_one())
     assert mailbox.deliver(mailbox.take_one()).value == ["('***',)", "('***',)"]
     settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "SHOW_ARGUMENTS": False}
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).value == [None, None]
+    assert mailbox.deliver(mailbox.send(task, 7)).value == [None, None]
 
 
 # The lock of its own task id.
@@ -307,8 +304,7 @@ def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
 
     decorate = single_instance(key="{number}")
     task = mailbox.task(decorate(running), name=NAME, base=SafeTask, bind=True, acks_late=True)
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     assert mailbox.deliver(message).state == "SUCCESS"
     return mailbox.take_one(), runs
 
@@ -336,8 +332,7 @@ def test_a_long_run_that_gave_up_is_followed_by_another(error: Exception, mailbo
     def work(number: int) -> None:
         body()
 
-    mailbox.task(work, name=NAME, base=SafeTask, acks_late=True).delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(mailbox.task(work, name=NAME, base=SafeTask, acks_late=True), 7)
     assert mailbox.deliver(message).state in {"REJECTED", "FAILURE"}
     late = replace(message, delivery_info={**message.delivery_info, "redelivered": True})
     assert (mailbox.deliver(late).state, body.call_count) == ("SUCCESS", 2)

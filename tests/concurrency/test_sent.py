@@ -114,8 +114,7 @@ def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
     task = unique(mailbox, work, lock)
     places = []
     for number in range(1, 1000):
-        task.delay(number)
-        message = mailbox.take_one()
+        message = mailbox.send(task, number)
         interruption = Interruption(number, ENDS)
         with ExitStack() as stack:
             if conflict:
@@ -145,8 +144,7 @@ def test_an_interrupted_release_frees_both(
 ) -> None:
     """The next send is not a duplicate and runs, with or without the request in the store."""
     task = unique(mailbox, work, {})
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     faults = getattr(store, when)
     faults["release"] = SoftTimeLimitExceeded()
     state, error = mailbox.deliver(message)
@@ -199,8 +197,7 @@ def test_a_long_run_renews_both_locks(
         clock.advance(LEASE / 2)
         return [lock.remaining for lock in iter_locks()]
 
-    unique(mailbox, go_on, {"timeout": LEASE}).delay(7)
-    state, left = mailbox.deliver(mailbox.take_one())
+    state, left = mailbox.deliver(mailbox.send(unique(mailbox, go_on, {"timeout": LEASE}), 7))
     assert (state, len(left)) == ("SUCCESS", 2)
     assert min(left) > LEASE / 2
 
@@ -238,8 +235,7 @@ def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
     retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
     task = unique(mailbox, work, {}, **retried)
     monkeypatch.setattr(copies, "mark_end", mark)
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     assert mailbox.deliver(message).state == "RETRY"
     retry = mailbox.take_one()
     assert retry.id == message.id
@@ -259,9 +255,7 @@ def run_and_die(where: str) -> None:
 
     box = Mailbox()
     box.app.set_current()
-    task = unique(box, work, {"timeout": LEASE}, acks_late=True)
-    task.delay(7)
-    message = box.take_one()
+    message = box.send(unique(box, work, {"timeout": LEASE}, acks_late=True), 7)
     tell(message)
     setattr(of, name, die)
     box.deliver(message)
@@ -302,8 +296,7 @@ def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
     pid: int, left: list[str], mailbox: Mailbox
 ) -> None:
     """The run's lock is freed only if the dead process held it; the message's lock is kept."""
-    unique(mailbox, work, {}).delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(unique(mailbox, work, {}), 7)
     killed, other = mailbox.receive(message), mailbox.receive(message)
     for request in (killed, other):
         task_received.send(request=request, sender=None)
@@ -343,8 +336,7 @@ def test_a_retry_raised_by_hand_frees_the_lock(
     """The run frees the lock, because no message was sent that would free it later."""
     options = {"autoretry_for": autoretry} if autoretry else {}
     task = unique(mailbox, work, {}, **options)
-    task.delay(7, "retry by hand")
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert mailbox.deliver(mailbox.send(task, 7, "retry by hand")).state == "RETRY"
     assert mailbox.take() == []
     assert held_names() == []
     assert task.delay(7).is_duplicate is False
@@ -374,8 +366,7 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     lock = {"timeout": 5, "on_conflict": "retry", "retry_delay": 0.01}
     autoretry = {"autoretry_for": (KeyError,), "default_retry_delay": 0}
     task = unique(mailbox, fail, lock, **(autoretry if why == "autoretry" else {}))
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     if why != "retry" and not IS_CELERY_57:
         pytest.skip("Celery before 5.7 may overlook a receiver that connects later")
     with ExitStack() as stack:
@@ -406,9 +397,7 @@ def test_a_forked_child_that_leaves_the_run_frees_no_lock_of_its_parent(
         assert os.waitpid(child, 0)[1] == 0
         held.extend(held_names())
 
-    task = unique(mailbox, fork, {"timeout": 30})
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(unique(mailbox, fork, {"timeout": 30}), 7)
     try:
         state = mailbox.deliver(message).state
     finally:
@@ -447,8 +436,7 @@ def test_a_retry_takes_its_lock_along(
         retry(self, db_alias)
 
     task = unique(mailbox, fail, {"timeout": 5})
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert mailbox.deliver(mailbox.send(task, 7)).state == "RETRY"
     assert get_remaining(SENT) == pytest.approx(WAITING + 50, abs=5)
     assert task.delay(7).is_duplicate is True
 
@@ -463,8 +451,7 @@ def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(mailbox: Mailbox) -
         left.append(get_remaining(SENT))
 
     task = unique(mailbox, go_on, {"timeout": 5})
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+    assert mailbox.deliver(mailbox.send(task, 7)).state == "SUCCESS"
     assert left == [pytest.approx(5, abs=2)]
     assert held_names() == []
 
@@ -536,8 +523,7 @@ def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(mailbox
 
 def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(mailbox: Mailbox) -> None:
     """In a worker of an older release, which has the task without its decorator, too."""
-    unique(mailbox, work, {}).delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(unique(mailbox, work, {}), 7)
     assert held_names() == [SENT]
     plain = mailbox.app.task(name="tests.plain", base=SafeTask)(work)
     revoke(plain, message)
