@@ -232,11 +232,10 @@ def test_turns_side_by_side(alias: str, caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.records == []
 
 
-def hold(alias: str, model: str, pk: Any) -> None:
+def hold(alias: str, model: Any, pk: Any) -> None:
     """Lock a row until this process is ended."""
-    table = next(each for each in MODELS if each.__name__ == model)
     with transaction.atomic(using=alias):
-        rows: Any = table._default_manager.using(alias)
+        rows = model._default_manager.using(alias)
         tell(rows.select_for_update().get(pk=pk).pk)
         threading.Event().wait()
 
@@ -247,7 +246,7 @@ def test_a_locked_row_is_passed_by(postgres_alias: str, name: str) -> None:
     alias, old = postgres_alias, OLD[name]
     oldest = min(old.make(alias, 1, 2 * YEAR))
     old.make(alias, 3, YEAR)
-    with start_in_process(hold, alias, old.model.__name__, oldest) as holder:
+    with start_in_process(hold, alias, old.model, oldest) as holder:
         assert holder.receive() == oldest
         with connections[alias].cursor() as cursor:
             cursor.execute("SET lock_timeout = '5s'")

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from django_celery_safe import HeldLock, LockBackendError, cache_lock, find_lock, release_lock
 from django_celery_safe.leases.holder import Holder
@@ -25,6 +26,13 @@ def take_lock(
     outcome = get_store().take(LockRequest(name, token, seconds, by, limit=limit))
     assert isinstance(outcome, Acquired), outcome
     return outcome
+
+
+def acquired(name: str, **options: Any) -> CacheLock:
+    """Return a lock that this thread has just acquired."""
+    lock = cache_lock(name, **options)
+    assert lock.acquire()
+    return lock
 
 
 def get_lock(name: str) -> HeldLock:

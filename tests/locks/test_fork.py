@@ -16,7 +16,7 @@ from django_celery_safe import CacheLock, LockNotAcquired, cache_lock, find_lock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import get_store
 from tests.clock import held_clock
-from tests.locks.renewals import get_remaining
+from tests.locks.renewals import acquired, get_remaining
 from tests.processes import run_in_processes
 
 #: Calls that only the owner of a lock may make.
@@ -56,8 +56,7 @@ def test_a_child_leaves_its_parents_lock_alone(in_redis: None) -> None:
 def fork_and_go_on() -> dict[str, Any]:
     """Hold a lock beside a child that closes all it can reach; return what is left."""
     with held_clock() as clock:
-        lock = cache_lock("parent's", timeout=30)
-        assert lock.acquire()
+        lock = acquired("parent's", timeout=30)
         store: Any = get_store()
         connection = store._connections.ask(("CLIENT", "ID"))[0]
         seen: dict[str, Any] = {"child": in_child(lambda: use_and_close(lock))}
@@ -112,8 +111,7 @@ def fork_amid_leases() -> list[str]:
             return lock.name
 
     assert lock_once() == "child's"
-    locks = [cache_lock(name) for name in ("one", "other")]
-    assert all(lock.acquire() for lock in locks)
+    locks = [acquired(name) for name in ("one", "other")]
     threads = [threading.Thread(target=work, args=(lock,)) for lock in locks]
     # They are stopped wherever they are, within critical sections too.
     sys.setswitchinterval(1e-6)

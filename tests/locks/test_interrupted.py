@@ -19,7 +19,7 @@ from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.locks.renewals import get_lock, get_remaining
+from tests.locks.renewals import acquired, get_lock, get_remaining
 from tests.servers import RedisServer
 
 
@@ -94,8 +94,7 @@ def test_an_interrupted_block_begins_with_nothing_held(
 
 def test_an_interrupted_release_is_repeated(store: type[InterruptedStore]) -> None:
     """A time limit that hits before the store got the release does not keep the lock."""
-    lock = cache_lock("free")
-    assert lock.acquire()
+    lock = acquired("free")
     store.before["release"] = SoftTimeLimitExceeded()
     with pytest.raises(SoftTimeLimitExceeded):
         lock.release()
@@ -133,8 +132,7 @@ def test_the_thread_outlives_a_log_filter_that_raises(
 def test_a_lock_stays_where_it_was_taken(fragile_redis: RedisServer) -> None:
     """Settings that change while a lock is held change nothing for that lock."""
     memory = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
-    lock = cache_lock("moved", timeout=10)
-    assert lock.acquire()
+    lock = acquired("moved", timeout=10)
     with override_settings(CACHES=memory):
         assert find_lock("moved") is None
         lock.ensure()

@@ -19,7 +19,7 @@ from django_celery_safe.locks.stores.local import LocalStore
 from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.locks.hanging import hanging, in_background
-from tests.locks.renewals import free, get_remaining
+from tests.locks.renewals import acquired, free, get_remaining
 from tests.processes import wait_for
 
 LEASE = 30
@@ -49,8 +49,7 @@ def test_one_thread_renews_all(
         return extend(store, renewals, within)
 
     monkeypatch.setattr(LocalStore, "extend", count)
-    locks = [cache_lock(f"many:{number}", timeout=LEASE) for number in range(50)]
-    assert all(lock.acquire() for lock in locks)
+    locks = [acquired(f"many:{number}", timeout=LEASE) for number in range(50)]
     assert len({thread_of(lock) for lock in locks}) == 1
     clock.advance(9.9)
     assert asked == []

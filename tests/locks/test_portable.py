@@ -17,7 +17,7 @@ from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import get_store
 from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.locks.renewals import get_lock, stop_renewing, take_lock
+from tests.locks.renewals import acquired, get_lock, stop_renewing, take_lock
 
 
 class UnknownCache(LocMemCache):
@@ -138,8 +138,7 @@ def test_what_a_cache_raises_is_told(use: UseCache) -> None:
         "delete": ("release", lambda lock: lock.release()),
     }
     for method, (action, request) in requests.items():
-        lock = cache_lock(f"held {method}")
-        assert lock.acquire()
+        lock = acquired(f"held {method}")
         RaisingCache.raising.add(method)
         try:
             with pytest.raises(LockBackendError, match=rf"to {action} .*{method}\(\) is broken"):

@@ -30,7 +30,7 @@ from tests.caches import RedisCacheKind, cache_at
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches
 from tests.docs.pages import page
-from tests.locks.renewals import wait_and_release
+from tests.locks.renewals import acquired, wait_and_release
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
@@ -179,8 +179,7 @@ def test_locks_without_memory(
     fragile_redis: RedisServer, losses: list[str], clock: HeldClock
 ) -> None:
     """A server out of memory says so to who wants a lock; those who have one renew and free it."""
-    locks = [cache_lock(f"held:{number}", timeout=30) for number in range(3)]
-    assert all(lock.acquire() for lock in locks)
+    locks = [acquired(f"held:{number}", timeout=30) for number in range(3)]
     with fragile_redis.client() as admin, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_and_release, "held:0")
         fragile_redis.wait_for_waiters()
@@ -234,8 +233,7 @@ def test_a_garbled_value_is_a_lock_of_someone_unknown(
     """A foreign value under a lock's key is an unknown holder or a clear error."""
     for value in GARBLED.values():
         with redis_server.client() as admin, cache_lock("sound") as sound:
-            spoiled = cache_lock("garbled")
-            assert spoiled.acquire()
+            spoiled = acquired("garbled")
             spoil(admin, key_of("garbled"), value)
             other = cache_lock("garbled")
             assert or_error(other.acquire) in (False, "error")
@@ -315,8 +313,7 @@ def test_a_lock_of_another_type_disturbs_no_other(
 def test_many_waiters_need_no_pool(fragile_redis: RedisServer, settings: Settings) -> None:
     """60 threads wait over a pool of 10 connections: each gets the lock, and the pool works on."""
     settings.CACHES["default"]["OPTIONS"] = {"CONNECTION_POOL_KWARGS": {"max_connections": 10}}
-    lock = cache_lock("wanted")
-    assert lock.acquire()
+    lock = acquired("wanted")
     with ThreadPoolExecutor(60) as pool, fragile_redis.client() as admin:
         waiting = [pool.submit(wait_and_release, "wanted") for _ in range(60)]
         fragile_redis.wait_for_waiters(60)

@@ -18,7 +18,7 @@ from tests.caches import RedisCacheKind
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches
 from tests.contract import cases
-from tests.locks.renewals import get_lock, take_lock, wait_and_release
+from tests.locks.renewals import acquired, get_lock, take_lock, wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisServer
 
@@ -113,8 +113,7 @@ def test_locks_work(
 
 def check_life(cut: Cut, clock: HeldClock) -> None:
     """Use a lock in each way, each time as the first on a broken connection."""
-    lock = cache_lock("life", timeout=30)
-    assert lock.acquire()
+    lock = acquired("life", timeout=30)
     fence: Any = lock.fence
 
     def renew() -> bool:
