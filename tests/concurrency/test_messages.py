@@ -77,6 +77,12 @@ class Importing:
         options.setdefault("acks_late", True)
         self.task = mailbox.task(decorate(importing), name=NAME, base=base, bind=True, **options)
 
+    def deliver_beside_another(self) -> Outcome:
+        """Deliver a message for the lock of number 7 while another run holds it."""
+        message = self.message()
+        with held_by(LOCK, "other"):
+            return self.mailbox.deliver(message)
+
     def message(self, **options: Any) -> Message:
         """Return a message for the lock of number 7."""
         return self.mailbox.send(self.task, 7, **options)
@@ -89,9 +95,7 @@ class Importing:
 def test_skip_succeeds_with_none(base: Any, mailbox: Mailbox) -> None:
     """The duplicate ends as a success without a result, and the body does not run."""
     importing = Importing(mailbox, base)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        assert mailbox.deliver(message) == ("SUCCESS", None)
+    assert importing.deliver_beside_another() == ("SUCCESS", None)
     assert importing.runs == []
     assert mailbox.take() == []
 
@@ -153,9 +157,7 @@ def test_wait_runs_when_the_other_has_ended(store: None, mailbox: Mailbox) -> No
 def test_a_conflict_ends_in_already_running(options: dict[str, Any], mailbox: Mailbox) -> None:
     """The run fails, naming lock and holder, and for how long it waited in vain."""
     importing = Importing(mailbox, **options)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        state, error = mailbox.deliver(message)
+    state, error = importing.deliver_beside_another()
     assert state == "FAILURE"
     assert isinstance(error, AlreadyRunning)
     assert (error.name, error.task_id) == (LOCK, "other")
@@ -169,9 +171,7 @@ def test_a_conflict_ends_in_already_running(options: dict[str, Any], mailbox: Ma
 def test_reject_is_celerys_reject(base: Any, autoretry: dict[str, Any], mailbox: Mailbox) -> None:
     """The duplicate is rejected for good, naming lock and holder, and never retried."""
     importing = Importing(mailbox, base, on_conflict="reject", **autoretry)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        state, error = mailbox.deliver(message)
+    state, error = importing.deliver_beside_another()
     assert state == "REJECTED"
     assert isinstance(error, Reject)
     assert error.requeue is False
@@ -219,13 +219,12 @@ def test_retries_that_come_back_are_spread(mailbox: Mailbox) -> None:
     """Many don't come back at the same moment, nor when the broker has redelivered them."""
     importing = Importing(mailbox, on_conflict="retry", retry_delay=60)
     delays = set()
-    with held_by(LOCK, "other"):
-        for _ in range(8):
-            mailbox.deliver(importing.message())
-            delays.add(round(mailbox.take_one().delay))
-        mailbox.app.conf.broker_transport_options = {"visibility_timeout": 8}
-        mailbox.deliver(importing.message())
-        assert mailbox.take_one().delay <= 4
+    for _ in range(8):
+        importing.deliver_beside_another()
+        delays.add(round(mailbox.take_one().delay))
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 8}
+    importing.deliver_beside_another()
+    assert mailbox.take_one().delay <= 4
     assert len(delays) > 2
 
 

@@ -18,7 +18,7 @@ from tests.caches import RedisCacheKind
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches
 from tests.contract import cases
-from tests.locks.renewals import acquired, get_lock, take_lock, wait_and_release
+from tests.locks.renewals import acquired, take_lock, uses_of, wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisServer
 
@@ -115,22 +115,7 @@ def check_life(cut: Cut, clock: HeldClock) -> None:
     """Use a lock in each way, each time as the first on a broken connection."""
     lock = acquired("life", timeout=30)
     fence: Any = lock.fence
-
-    def renew() -> bool:
-        clock.advance(11)
-        return lock.remaining > 25
-
-    asks: list[tuple[Callable[[], object], object]] = [
-        (lock.ensure, None),
-        (renew, True),
-        (lambda: lock.extend(60), None),
-        (lambda: get_lock("life").token == lock.token, True),
-        (lambda: [one.token == lock.token for one in iter_locks()], [True]),
-        (cache_lock("life").acquire, False),
-        (lock.release, True),
-        (lock.acquire, True),
-    ]
-    for ask, answer in asks:
+    for ask, answer in uses_of(lock, clock):
         assert cut()
         assert ask() == answer
     assert lock.fence > fence
