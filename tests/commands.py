@@ -4,7 +4,8 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def status_of_program(command: str, *arguments: str) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def of(command: str) -> list[Callable[..., Any]]:
+    """Return what runs one command: here, for the rows of its list, to its error, to its end."""
+    functions: list[Callable[..., Any]] = [run_in_80_columns, listed, refused, status_of_program]
+    return [partial(function, command) for function in functions]
 
 
 def run_python(

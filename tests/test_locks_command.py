@@ -7,7 +7,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -37,10 +36,7 @@ def store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> N
 
 in_memory: Final = pytest.mark.parametrize("store", ["local"], indirect=True)
 
-run = partial(commands.run_in_80_columns, "celery_locks")
-listed = partial(commands.listed, "celery_locks")
-refused = partial(commands.refused, "celery_locks")
-status_of_program = partial(commands.status_of_program, "celery_locks")
+run, listed, refused, status_of_program = commands.of("celery_locks")
 
 
 def names(*arguments: str) -> list[str]:

@@ -51,10 +51,7 @@ LONG_AGO = 1_000_000_000
 NOBODY = "redis://:password@127.0.0.1:1/0"
 
 
-run = partial(commands.run_in_80_columns, "celery_outbox")
-listed = partial(commands.listed, "celery_outbox")
-refused = partial(commands.refused, "celery_outbox")
-status_of_program = partial(commands.status_of_program, "celery_outbox")
+run, listed, refused, status_of_program = commands.of("celery_outbox")
 
 
 @pytest.fixture(autouse=True)
