@@ -10,6 +10,7 @@ from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
+from tests.statements import raising
 
 pytestmark = [pytest.mark.usefixtures("locks_in_memory"), pytest.mark.django_db(transaction=True)]
 
@@ -179,11 +180,8 @@ def test_an_error_callback_runs_alone(mailbox: Mailbox) -> None:
     def on_error(request: Any, exc: BaseException, traceback: Any) -> None:
         note((request.id, str(exc)))
 
-    def fail() -> None:
-        raise ValueError("broken")
-
     callback = mailbox.task(single_instance(on_error), base=SafeTask, name="tests.on_error")
-    task = mailbox.task(fail, base=SafeTask, name="tests.fail")
+    task = mailbox.task(raising(ValueError("broken")), base=SafeTask, name="tests.fail")
     message = mailbox.send(task, link_error=callback.s())
     assert mailbox.deliver(message).state == "FAILURE"
     ((value, locks),) = runs

@@ -46,6 +46,7 @@ from tests.listening import receiving
 from tests.locks.renewals import get_lock, get_remaining, held_by
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
+from tests.statements import raising
 from tests.versions import IS_CELERY_57
 
 __all__ = ["store"]
@@ -228,13 +229,9 @@ def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
 ) -> None:
     """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
     use_store(store_name)
-
-    def mark(*args: object) -> None:
-        raise SoftTimeLimitExceeded
-
     retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
     task = unique(mailbox, work, {}, **retried)
-    monkeypatch.setattr(copies, "mark_end", mark)
+    monkeypatch.setattr(copies, "mark_end", raising(SoftTimeLimitExceeded()))
     message = mailbox.send(task, 7)
     assert mailbox.deliver(message).state == "RETRY"
     retry = mailbox.take_one()

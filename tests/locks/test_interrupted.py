@@ -1,6 +1,5 @@
 """Locks after a soft time limit, an error or a change of settings in between."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.locks.renewals import acquired, get_lock, get_remaining
 from tests.servers import RedisServer
+from tests.statements import raising
 
 
 class InterruptedCache(LocMemCache):
@@ -105,10 +105,7 @@ def test_the_thread_outlives_a_log_filter_that_raises(
     store: type[InterruptedStore], clock: HeldClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where not even the error can be logged, locks are renewed nevertheless."""
-
-    def refuse(record: logging.LogRecord) -> bool:
-        raise RuntimeError("no logs today")
-
+    refuse = raising(RuntimeError("no logs today"))
     take_turn, met = renewer.Lane._take_turn, threading.Event()
 
     def stumble(self: renewer.Lane) -> bool:

@@ -21,6 +21,7 @@ from tests.clock import HeldClock
 from tests.locks.hanging import hanging, in_background
 from tests.locks.renewals import acquired, free, get_remaining
 from tests.processes import wait_for
+from tests.statements import raising
 
 LEASE = 30
 
@@ -173,11 +174,8 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     told: list[Any] = []
     monkeypatch.setattr(renewing, "emit_in_background", lambda *report: told.append(report))
     if fails:
-
-        def fail(*args: object) -> None:
-            raise LockBackendError("here", "extend", "no answer")
-
-        monkeypatch.setattr(LocalStore, "extend", fail)
+        error = LockBackendError("here", "extend", "no answer")
+        monkeypatch.setattr(LocalStore, "extend", raising(error))
     with hanging("extend") as extending:
         lease = Lease(get_store(), "released", "token", LEASE, clock.now() - LEASE, print)
         renewer.add(lease)
