@@ -291,15 +291,7 @@ def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
     def running(task: Any, number: int) -> None:
         runs.append(task.request.id)
         if len(runs) == 1:
-            with ThreadPoolExecutor(1) as elsewhere:
-                assert elsewhere.submit(deliver).result().state == "IGNORED"
-
-    def deliver() -> Outcome:
-        mailbox.app.set_current()
-        try:
-            return mailbox.deliver(message)
-        finally:
-            connections.close_all()  # of this thread
+            assert mailbox.deliver_elsewhere(message).state == "IGNORED"
 
     decorate = single_instance(key="{number}")
     task = mailbox.task(decorate(running), name=NAME, base=SafeTask, bind=True, acks_late=True)
