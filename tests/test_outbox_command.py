@@ -33,7 +33,7 @@ from tests.admin.rows import SECRET, leave_dead, leave_sent
 from tests.app.celery import app as app_of_tests
 from tests.app.tasks import add, note
 from tests.checking import add_task, app_without_tasks
-from tests.conftest import MakeDatabase, UseBroker, forget_first_use
+from tests.conftest import MakeDatabase, forget_first_use
 from tests.listening import receiving
 from tests.processes import KeptProcess, wait_for
 from tests.processes.settings import settings_environment
@@ -422,9 +422,7 @@ def test_the_file_is_as_old_as_the_last_turn_of_each_relay(
 
 
 @pytest.mark.long
-def test_a_relay_runs_until_it_is_stopped(
-    alias: str, use_broker: UseBroker, settings: Settings, tmp_path: Path
-) -> None:
+def test_a_relay_runs_until_it_is_stopped(alias: str, settings: Settings, tmp_path: Path) -> None:
     """A relay waits for its broker, sends what is there and what comes; a signal ends it with 0."""
     path = tmp_path / "heartbeat"
     command = [sys.executable, "-u", "-m", "django", "celery_outbox", "relay"]

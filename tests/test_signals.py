@@ -28,8 +28,9 @@ from tests.listening import handling, receiving
 from tests.locks.renewals import acquired, free, held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.carrying import Carried
-from tests.sending.conftest import ONE_TRY, MakeApp, dying_sender, hearing, make_app, make_due
+from tests.sending.conftest import ONE_TRY, MakeApp, dying_sender, hearing, make_app
 from tests.stages.test_messages import Staged
+from tests.statements import raising
 
 __all__ = ["make_app"]
 
@@ -174,9 +175,8 @@ def play_without_a_broker(get: Get) -> None:
 def leave_in_the_outbox(get: Get) -> None:
     """Die right after a commit."""
     get("broker")
-    with dying_sender("default"):
+    with dying_sender("default", due=True):
         add.apply_async_on_commit((1,), outbox=True)
-    make_due("default")
 
 
 def play_outbox(get: Get) -> None:
@@ -193,9 +193,8 @@ def play_outbox(get: Get) -> None:
     Relay(attempts=1).drain()
 
 
-def refuse(task: Any) -> None:
-    """Fail."""
-    raise ValueError("no")
+#: Fails.
+refuse = raising(ValueError("no"))
 
 
 def play_carried(get: Get) -> None:

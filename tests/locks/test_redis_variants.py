@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from django.core.cache import cache
@@ -76,12 +76,11 @@ def cut(redis_server: RedisServer, request: pytest.FixtureRequest) -> Iterator["
         yield Cut(admin, f"variant-{abs(hash(request.node.name))}")
 
 
-class Cut:
+class Cut(NamedTuple):
     """Breaks the connections that have a name, and no others."""
 
-    def __init__(self, admin: Any, name: str) -> None:
-        self.admin = admin
-        self.name = name
+    admin: Any
+    name: str
 
     def url(self, url: str) -> str:
         """Return the URL with the name, which also makes it a pool of its own in django-redis."""
