@@ -10,6 +10,7 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 
 from django_celery_safe.delivery import endings
+from tests.listening import receiving
 
 
 def elsewhere(alias: str, act: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
@@ -50,10 +51,7 @@ def before_its_update(act: Callable[[], object]) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             connection.execute_wrappers.append(wrap)
 
-    connection_created.connect(watch)
-    try:
+    with receiving(connection_created, watch):
         yield
         settle()
-    finally:
-        connection_created.disconnect(watch)
     assert not left, "nothing was changed"

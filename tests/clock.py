@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,14 +27,6 @@ class _Wait:
     is_over: bool = False
 
 
-@dataclass(eq=False)
-class _Timer:
-    """A function that is to be called at a moment."""
-
-    ends_at: float
-    function: Callable[[], object]
-
-
 class HeldClock:
     """
     A clock that stands still, until the test advances it or a thread sleeps by it.
@@ -45,7 +37,8 @@ class HeldClock:
     def __init__(self) -> None:
         self._time = float(math.ceil(boottime()))
         self._waits: list[_Wait] = []
-        self._timers: list[_Timer] = []
+        #: Moments, and the functions that are to be called then.
+        self._timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self._advancing = threading.RLock()
 
     def now(self) -> float:
@@ -67,13 +60,9 @@ class HeldClock:
 
     def call_later(self, seconds: float, function: Callable[[], object]) -> Callable[[], object]:
         """Call a function when the time has been advanced by so many seconds."""
-        timer = _Timer(self._time + seconds, function)
-        self._timers.append(timer)
-        return partial(self._cancel, timer)
-
-    def _cancel(self, timer: _Timer) -> None:
-        with suppress(ValueError):
-            self._timers.remove(timer)
+        timer = object()
+        self._timers[timer] = (self._time + seconds, function)
+        return partial(self._timers.pop, timer, None)
 
     def advance(self, seconds: float) -> None:
         """Let time pass: all threads act in between as soon as it is time for that."""
@@ -93,9 +82,9 @@ class HeldClock:
                 if wait.ends_at <= self._time:
                     wait.is_over = True
                     wait.condition.notify_all()
-        for timer in [timer for timer in self._timers if timer.ends_at <= self._time]:
-            self._cancel(timer)
-            timer.function()
+        for timer, (ends_at, function) in list(self._timers.items()):
+            if ends_at <= self._time and self._timers.pop(timer, None):
+                function()
         if settle:
             self._settle()
 
@@ -103,7 +92,8 @@ class HeldClock:
         """Return the next moment at which something is to happen."""
         with renewer.mutex:
             ends = [wait.ends_at for wait in self._waits if not wait.is_over]
-            return min([*ends, *[timer.ends_at for timer in self._timers]], default=math.inf)
+            timers = [ends_at for ends_at, _ in self._timers.values()]
+            return min([*ends, *timers], default=math.inf)
 
     def _settle(self) -> None:
         """Wait until all threads that have leases wait for the next renewal."""

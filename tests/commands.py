@@ -4,7 +4,9 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +50,17 @@ def status_of_program(command: str, *arguments: str) -> int:
     return 0
 
 
-def run_python(*arguments: str, env: Mapping[str, str] | None = None) -> str:
+def of(command: str) -> list[Callable[..., Any]]:
+    """Return what runs one command: here, for the rows of its list, to its error, to its end."""
+    functions: list[Callable[..., Any]] = [run_in_80_columns, listed, refused, status_of_program]
+    return [partial(function, command) for function in functions]
+
+
+def run_python(
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> str:
     """Return what Python prints with these arguments; it has to end well, and in two minutes."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

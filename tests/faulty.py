@@ -19,17 +19,16 @@ from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.redis import RedisStore
 
 
-def chosen_by_a_cache(store: type[RedisStore]) -> type[RedisStore]:
-    """Make a cache backend, called like the store, which has its locks in it."""
-    name = store.__name__.replace("Store", "Cache")
-    cache: Any = type(name, (RedisCache,), {"__module__": __name__})
-    globals()[name] = cache
-    stores._STORES[f"{__name__}.{name}"] = f"{__name__}.{store.__name__}"
-    return store
+class FaultyStore(RedisStore):
+    """A store whose classes each make a cache backend, called like them, that chooses them."""
+
+    def __init_subclass__(cls) -> None:
+        name = cls.__name__.replace("Store", "Cache")
+        globals()[name] = type(name, (RedisCache,), {"__module__": __name__})
+        stores._STORES[f"{__name__}.{name}"] = f"{__name__}.{cls.__name__}"
 
 
-@chosen_by_a_cache
-class NoOwnerCheckStore(RedisStore):
+class NoOwnerCheckStore(FaultyStore):
     """Releases whatever is there."""
 
     def release_along(self, name: str, *others: Any) -> bool:
@@ -37,8 +36,7 @@ class NoOwnerCheckStore(RedisStore):
         return bool(self._connections.ask(("DEL", self._key(name)))[0])
 
 
-@chosen_by_a_cache
-class NoExpiryStore(RedisStore):
+class NoExpiryStore(FaultyStore):
     """Holds for ever."""
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
@@ -46,8 +44,7 @@ class NoExpiryStore(RedisStore):
         return super().take(request._replace(seconds=365 * 24 * 3600))
 
 
-@chosen_by_a_cache
-class HastyStore(RedisStore):
+class HastyStore(FaultyStore):
     """Ends each lease early."""
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
@@ -55,8 +52,7 @@ class HastyStore(RedisStore):
         return super().take(request._replace(seconds=request.seconds / 2))
 
 
-@chosen_by_a_cache
-class FencePerProcessStore(RedisStore):
+class FencePerProcessStore(FaultyStore):
     """Counts acquisitions in each process for itself."""
 
     _count = itertools.count(1)
@@ -69,8 +65,7 @@ class FencePerProcessStore(RedisStore):
         return outcome
 
 
-@chosen_by_a_cache
-class ReadThenWriteStore(RedisStore):
+class ReadThenWriteStore(FaultyStore):
     """Looks whether the lock is free, and then writes without a condition."""
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
@@ -85,8 +80,7 @@ class ReadThenWriteStore(RedisStore):
         return Acquired(1)
 
 
-@chosen_by_a_cache
-class OneTooManyStore(RedisStore):
+class OneTooManyStore(FaultyStore):
     """Has a place more than it was asked for."""
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
@@ -94,8 +88,7 @@ class OneTooManyStore(RedisStore):
         return super().take(request._replace(limit=request.limit + 1))
 
 
-@chosen_by_a_cache
-class RevivingStore(RedisStore):
+class RevivingStore(FaultyStore):
     """Lets a lease that is over begin again, though others may have held the lock since."""
 
     def extend(self, renewals: Sequence[Renewal], within: float | None = None) -> list[bool]:
@@ -110,8 +103,7 @@ class RevivingStore(RedisStore):
         ]
 
 
-@chosen_by_a_cache
-class ForgetfulFenceStore(RedisStore):
+class ForgetfulFenceStore(FaultyStore):
     """Counts acquisitions from 1 again after it lost its memory."""
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
@@ -124,8 +116,7 @@ class ForgetfulFenceStore(RedisStore):
             return outcome._replace(fence=fence)
 
 
-@chosen_by_a_cache
-class LateStore(RedisStore):
+class LateStore(FaultyStore):
     """Has a clock that is ten seconds behind."""
 
     def ask_time(self) -> float:
@@ -133,8 +124,7 @@ class LateStore(RedisStore):
         return super().ask_time() - 10
 
 
-@chosen_by_a_cache
-class BaffledStore(RedisStore):
+class BaffledStore(FaultyStore):
     """Fails in a way that nobody thought of."""
 
     def ask_time(self) -> float:

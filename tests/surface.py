@@ -16,12 +16,10 @@ from itertools import groupby
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Final
-from unittest import mock
 
 import django
 from django.core.management import BaseCommand, load_command_class
 from django.dispatch import Signal
-from prometheus_client import CollectorRegistry
 
 APP: Final = "django_celery_safe"
 PACKAGE: Final = Path(__file__).parent.parent / APP
@@ -106,11 +104,9 @@ def _iter_flags(action: ArgumentParser) -> Iterator[str]:
 
 
 def _iter_metrics() -> Iterator[str]:
-    registry, prometheus = CollectorRegistry(), _get("contrib.prometheus")
-    with mock.patch.object(Signal, "connect"):
-        prometheus.count_events(registry)
-    yield from (f"{each.name}_total" for each in registry.collect())
-    yield from (each.name for each in prometheus.TableCollector().describe())
+    prometheus = _get("contrib.prometheus")
+    yield f"{prometheus.PREFIX}{prometheus.COUNTER}_total"
+    yield from (f"{prometheus.PREFIX}{name}" for name in prometheus.GAUGES)
 
 
 def _iter_pages() -> Iterator[str]:

@@ -122,6 +122,12 @@ DEFERRED = {"ENGINE": SQLITE, "NAME": "a"}
 SETTINGS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("E001", "no setting 'LOCK_TIMOUT'.*'LOCK_TIMEOUT'", ours(LOCK_TIMOUT=9), ours(LOCK_TIMEOUT=9)),
     ("E001", "no setting 'COLOUR'.*It knows: LOCK_CACHE", ours(COLOUR="blue"), {}),
+    (
+        "E001",
+        "has no key 'record'. .*mean 'records'",
+        ours(RETENTION={"record": 60}),
+        ours(RETENTION={"records": 60}),
+    ),
     ("E001", "has to be a dict.*Write DJANGO", {"DJANGO_CELERY_SAFE": "not a dict"}, {}),
     ("E001", "LOCK_TIMEOUT.*The default is 30", ours(LOCK_TIMEOUT=None), {}),
     ("E001", "OUTBOX='forever'", ours(OUTBOX="forever"), ours(OUTBOX=False)),
@@ -130,6 +136,8 @@ SETTINGS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("E002", "stores nothing.*Redis", locks_in(f"{DJANGO}.dummy.DummyCache"), {}),
     ("E002", "pylibmc", locks_in(f"{DJANGO}.memcached.PyLibMCCache"), {}),
     ("E002", "LOCK_DATABASE is", ours(LOCK_DATABASE=["x"]), {}),
+    ("E002", "mean 'default'", ours(LOCK_DATABASE="defalt"), {}),
+    ("E002", "mean 'locks'", ours(LOCK_CACHE="lock"), {}),
     ("E002", "LOCK_CACHE or LOCK_DATABASE", locks_in("no_such_module.Cache"), {}),
     ("E002", "LOCK_CACHE or LOCK_DATABASE", locks_in(REDIS["BACKEND"], OPTIONS=["x"]), {}),
     (
@@ -142,7 +150,7 @@ SETTINGS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("E002", "in memory: each thread", locks_in_database(default=A, locks=MEMORY), {}),
     ("W002", "every process has for itself.*Use Redis", locks_in(LOCMEM), {}),
     ("W002", "forgets items when it is full and .*restarts", MEMCACHED, {}),
-    ("W002", "nothing is known of", locks_in("tests.locks.test_portable.DictCache"), {}),
+    ("W002", "nothing is known of", locks_in("tests.locks.test_portable.UnknownCache"), {}),
     ("W003", 'S."default".*IMMEDIATE', {"DATABASES": {"default": DEFERRED, "good": B}}, {}),
 ]
 

@@ -14,7 +14,7 @@ from django.db.models import Value
 from django.db.models.functions import Concat
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, find_lock, idempotent, stages
+from django_celery_safe import find_lock, idempotent, stages
 from django_celery_safe.models import OutboxMessage, StageRun
 from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.sending.relay import Relay
@@ -27,6 +27,7 @@ from tests.idempotency.test_claims_in_trouble import gateway
 from tests.idempotency.test_flags_race import end_sessions
 from tests.listening import receiving
 from tests.locks.lines import Line
+from tests.locks.renewals import acquired
 from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.sending.carrying import Carried
@@ -48,8 +49,7 @@ def alias(make_database: MakeDatabase, db_kind: DatabaseKind, settings: Settings
 
 
 def lock(alias: str) -> None:
-    held = cache_lock("x", timeout=60)
-    assert held.acquire()
+    held = acquired("x", timeout=60)
     end_own_session(alias)
     held.ensure()
     end_own_session(alias)
@@ -204,8 +204,7 @@ def test_a_lock_whose_release_gets_no_answer_is_free(
     """The release is asked for again, and what it finds is no loss of the lock."""
     _, through, way = gateway
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": through}
-    lock = cache_lock("x", timeout=60)
-    assert lock.acquire()
+    lock = acquired("x", timeout=60)
     with hearing(lock_lost) as told, answer_lost(through, way, "DELETE"):
         assert lock.release()
     assert told == []

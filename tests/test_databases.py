@@ -142,9 +142,7 @@ def test_json_has_moments_in_utc(db_alias: str, settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mariadb", "mariadb-repeatable"])
-def test_a_deadlock_is_a_lost_race(
-    kind: Any, make_database: MakeDatabase, mariadb_server: MariaDBServer
-) -> None:
+def test_a_deadlock_is_a_lost_race(kind: Any, make_database: MakeDatabase) -> None:
     """The one that the server ends is repeated, and both have done their work."""
     alias = make_database(kind)
     Person.everyone.using(alias).bulk_create([Person(pk=1), Person(pk=2)])

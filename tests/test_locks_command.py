@@ -7,7 +7,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -37,10 +36,7 @@ def store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> N
 
 in_memory: Final = pytest.mark.parametrize("store", ["local"], indirect=True)
 
-run = partial(commands.run_in_80_columns, "celery_locks")
-listed = partial(commands.listed, "celery_locks")
-refused = partial(commands.refused, "celery_locks")
-status_of_program = partial(commands.status_of_program, "celery_locks")
+run, listed, refused, status_of_program = commands.of("celery_locks")
 
 
 def names(*arguments: str) -> list[str]:
@@ -245,7 +241,7 @@ def test_release_asks() -> None:
 
 
 @in_memory
-def test_arguments(settings: Settings) -> None:
+def test_arguments() -> None:
     """They are what the message shows, without empty parts, and no longer than 200 characters."""
     for args, kwargs, described in (
         ("('a',)", "{'full': True}", "('a',) {'full': True}"),
@@ -254,8 +250,6 @@ def test_arguments(settings: Settings) -> None:
         (None, None, None),
     ):
         assert describe_arguments(args, kwargs) == described
-    settings.DJANGO_CELERY_SAFE = {"SHOW_ARGUMENTS": False}
-    assert describe_arguments("('a',)", "{}") is None
 
 
 def test_arguments_that_are_not_to_be_shown(settings: Settings) -> None:

@@ -77,34 +77,30 @@ def make_runs(alias: str, number: int, age: timedelta) -> set[Any]:
 class Old(NamedTuple):
     """Rows of one kind that are deleted by their age."""
 
-    make: Make
-    #: Returns the rows that a relay deletes.
-    find: Callable[[str], Any]
+    model: Any
+    #: Which part of the model's rows that a relay deletes.
+    part: int
     index: str
+    make: Make
     batch: int = 500
 
+    def find(self, alias: str) -> Any:
+        """Return the rows that a relay deletes."""
+        return self.model.objects.using(alias).prunable()[self.part]
 
-def found_by(model: Any, number: int) -> Callable[[str], Any]:
-    """Return a function that finds one part of the rows of a model that a relay deletes."""
-    return lambda alias: model.objects.using(alias).prunable()[number]
+
+def over(state: str, moment: str = "ended_at") -> Make:
+    """Return what makes messages in a state in which they stay."""
+    return maker(OutboxMessage, moment, state=state, due_at=None)
 
 
 OLD: Final = {
-    "sent": Old(
-        maker(OutboxMessage, "sent_at", state="sent", due_at=None),
-        *(found_by(OutboxMessage, 0), "safe_outbox_sent"),
-    ),
-    "done": Old(
-        maker(OutboxMessage, "ended_at", state="done", due_at=None),
-        *(found_by(OutboxMessage, 1), "safe_outbox_done"),
-    ),
-    "failed": Old(
-        maker(OutboxMessage, "ended_at", state="failed", due_at=None),
-        *(found_by(OutboxMessage, 2), "safe_outbox_failed"),
-    ),
-    "expired": Old(make_expired, found_by(IdempotencyRecord, 0), "safe_record_expires"),
-    "orphaned": Old(make_orphaned, found_by(IdempotencyRecord, 1), "safe_record_running"),
-    "runs": Old(make_runs, found_by(StageRun, 0), "safe_run_ended", batch=1),
+    "sent": Old(OutboxMessage, 0, "safe_outbox_sent", over("sent", "sent_at")),
+    "done": Old(OutboxMessage, 1, "safe_outbox_done", over("done")),
+    "failed": Old(OutboxMessage, 2, "safe_outbox_failed", over("failed")),
+    "expired": Old(IdempotencyRecord, 0, "safe_record_expires", make_expired),
+    "orphaned": Old(IdempotencyRecord, 1, "safe_record_running", make_orphaned),
+    "runs": Old(StageRun, 0, "safe_run_ended", make_runs, batch=1),
 }
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
 
@@ -191,8 +187,7 @@ def test_a_batch_is_bounded(alias: str, name: str) -> None:
         old.make(alias, 2, days * DAY)
     with CaptureQueriesContext(connections[alias]) as queries:
         assert prune_some(old.find(alias), 6, 2) is True
-    table = old.find(alias).model._meta.db_table
-    deletes = [q["sql"] for q in queries if is_deletion(q["sql"], table)]
+    deletes = [q["sql"] for q in queries if is_deletion(q["sql"], old.model._meta.db_table)]
     assert len(deletes) == 3
     assert set(old.find(alias).values_list("pk", flat=True)) == youngest
     assert prune_some(old.find(alias), 6, 2) is False
@@ -237,11 +232,10 @@ def test_turns_side_by_side(alias: str, caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.records == []
 
 
-def hold(alias: str, model: str, pk: Any) -> None:
+def hold(alias: str, model: Any, pk: Any) -> None:
     """Lock a row until this process is ended."""
-    table = next(each for each in MODELS if each.__name__ == model)
     with transaction.atomic(using=alias):
-        rows: Any = table._default_manager.using(alias)
+        rows = model._default_manager.using(alias)
         tell(rows.select_for_update().get(pk=pk).pk)
         threading.Event().wait()
 
@@ -252,7 +246,7 @@ def test_a_locked_row_is_passed_by(postgres_alias: str, name: str) -> None:
     alias, old = postgres_alias, OLD[name]
     oldest = min(old.make(alias, 1, 2 * YEAR))
     old.make(alias, 3, YEAR)
-    with start_in_process(hold, alias, old.find(alias).model.__name__, oldest) as holder:
+    with start_in_process(hold, alias, old.model, oldest) as holder:
         assert holder.receive() == oldest
         with connections[alias].cursor() as cursor:
             cursor.execute("SET lock_timeout = '5s'")

@@ -11,7 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
 from django.dispatch import Signal
 
-from django_celery_safe import SafeTask, cache_lock, events, idempotent, signals, single_instance
+from django_celery_safe import SafeTask, events, idempotent, signals, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event, emit_in_background
 from django_celery_safe.leases.holder import Holder, encode_holder
@@ -25,11 +25,12 @@ from tests.commands import run_python
 from tests.concurrency.mailbox import Mailbox
 from tests.docs.reference import declared
 from tests.listening import handling, receiving
-from tests.locks.renewals import free, held_by
+from tests.locks.renewals import acquired, free, held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.carrying import Carried
-from tests.sending.conftest import ONE_TRY, MakeApp, dying_sender, hearing, make_app, make_due
+from tests.sending.conftest import ONE_TRY, MakeApp, dying_sender, hearing, make_app
 from tests.stages.test_messages import Staged
+from tests.statements import raising
 
 __all__ = ["make_app"]
 
@@ -127,8 +128,7 @@ def renew_at_once(name: str) -> Lease[Any]:
 
 def lose_lock(name: str = "feed:42") -> None:
     """Lose a lock to who has it now."""
-    lock = cache_lock(name)
-    assert lock.acquire()
+    lock = acquired(name)
     free(name)
     with held_by(name, "other"):
         assert not lock.release()
@@ -175,9 +175,8 @@ def play_without_a_broker(get: Get) -> None:
 def leave_in_the_outbox(get: Get) -> None:
     """Die right after a commit."""
     get("broker")
-    with dying_sender("default"):
+    with dying_sender("default", due=True):
         add.apply_async_on_commit((1,), outbox=True)
-    make_due("default")
 
 
 def play_outbox(get: Get) -> None:
@@ -194,9 +193,8 @@ def play_outbox(get: Get) -> None:
     Relay(attempts=1).drain()
 
 
-def refuse(task: Any) -> None:
-    """Fail."""
-    raise ValueError("no")
+#: Fails.
+refuse = raising(ValueError("no"))
 
 
 def play_carried(get: Get) -> None:
@@ -351,9 +349,8 @@ def test_a_slow_receiver_costs_no_lock() -> None:
         begun.set()
         over.wait(60)
 
-    lost, kept = cache_lock("lost", timeout=LEASE), cache_lock("kept", timeout=LEASE)
-    assert lost.acquire()
-    assert kept.acquire()
+    acquired("lost", timeout=LEASE)
+    kept = acquired("kept", timeout=LEASE)
     try:
         with receiving(signals.lock_lost, receive):
             free("lost")

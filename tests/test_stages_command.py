@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from datetime import timedelta
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,9 +37,7 @@ def shop(mailbox: Mailbox, db_alias: str) -> Iterator[str]:
         yield db_alias
 
 
-run = partial(commands.run_in_80_columns, "celery_stages")
-listed = partial(commands.listed, "celery_stages")
-refused = partial(commands.refused, "celery_stages")
+run, listed, refused, _ = commands.of("celery_stages")
 
 
 def shown(pk: int, *arguments: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock
 from django_celery_safe.events import MESSAGE_DEAD
-from tests.locks.test_portable import DictCache
+from tests.locks.test_portable import UnknownCache
 from tests.modules import find_modules
 from tests.sending.conftest import hearing
 
@@ -17,7 +17,7 @@ EVIL = "gone\n2026-01-01 INFO all is well\x1b[2J"
 SHOWN = r"gone\n2026-01-01 INFO all is well\x1b[2J"
 
 
-class EvilCache(DictCache):
+class EvilCache(UnknownCache):
     """A cache whose errors are somebody else's text."""
 
     def delete(self, key: str, version: int | None = None) -> bool:

@@ -6,19 +6,16 @@ import os
 from datetime import timedelta
 from typing import Any, Final
 
-from celery import signature
 from django.db import router
 
 from django_celery_safe import send_on_commit, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
-from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
-from tests.app.celery import app
 from tests.app.tasks import add
+from tests.locks.renewals import take_lock
 from tests.sending.conftest import dying_sender
 from tests.stages.tasks import note
 
@@ -42,43 +39,41 @@ def write_alias() -> str:
 def hold(name: str, holder: Holder = HOLDER, seconds: float = LEASE) -> str:
     """Have somebody hold a lock; return the token."""
     token = os.urandom(16).hex()
-    assert isinstance(get_store().take(LockRequest(name, token, seconds, holder)), Acquired)
+    take_lock(name, token, seconds, holder)
     return token
 
 
 # The outbox
 
 
-def leave(task: Any = add, **changes: Any) -> OutboxMessage:
+def leave(alias: str | None = None, task: Any = add, **changes: Any) -> OutboxMessage:
     """Let a message be there that was not sent yet; ``changes`` are made to its row."""
-    alias = write_alias()
-    what = signature(task, app=app) if isinstance(task, str) else task.s(SECRET)
+    alias = write_alias() if alias is None else alias
     with dying_sender(alias):
-        send_on_commit(what, using=alias, outbox=True)
+        send_on_commit(task.s(SECRET), using=alias, outbox=True)
     rows = OutboxMessage.objects.using(alias)
-    row = rows.latest("pk")
-    if changes:
-        rows.filter(pk=row.pk).update(**changes)
-    return rows.get(pk=row.pk)
+    pk = rows.latest("pk").pk
+    rows.filter(pk=pk).update(**changes)
+    return rows.get(pk=pk)
 
 
-def leave_failed(error: str = "no route to host") -> OutboxMessage:
+def leave_failed() -> None:
     """Let a message be there that could not be sent, and is to be tried again."""
-    row = leave()
-    assert not row.fail(error, attempts=9)
-    return row
+    assert not leave().fail("no route to host", attempts=9)
 
 
-def leave_dead(error: str = "no route to host") -> OutboxMessage:
+def leave_dead(
+    alias: str | None = None, error: str = "no route to host", **left: Any
+) -> OutboxMessage:
     """Let a message be there that failed too often."""
-    row = leave()
+    row = leave(alias, **left)
     assert row.fail(error, attempts=1)
     return row
 
 
-def leave_sent() -> OutboxMessage:
+def leave_sent(alias: str | None = None) -> OutboxMessage:
     """Let a message be there that was sent."""
-    return leave(state="sent", due_at=None, sent_at=Now())
+    return leave(alias, state="sent", due_at=None, sent_at=Now())
 
 
 # Records

@@ -1,13 +1,11 @@
 """Decisions: their effects, and rows, stores or the log that have changed since the question."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.db import connections
+from django.db import OperationalError
 
 from django_celery_safe import find_lock
 from django_celery_safe.admin.pages import MOST_ROWS
@@ -20,18 +18,7 @@ from tests.admin.rows import hold
 from tests.admin.urls import LOCKS, OUTBOX, RECORDS
 from tests.listening import handling
 from tests.servers import RedisServer
-
-
-@contextmanager
-def broken_log() -> Iterator[None]:
-    """Let the database refuse every entry of the admin's log."""
-    with connections["site"].cursor() as cursor:
-        cursor.execute("ALTER TABLE django_admin_log RENAME TO elsewhere")
-    try:
-        yield
-    finally:
-        with connections["site"].cursor() as cursor:
-            cursor.execute("ALTER TABLE elsewhere RENAME TO django_admin_log")
+from tests.statements import at_statement, raising
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.decision)
@@ -40,7 +27,7 @@ def test_a_decision_about_a_row(root: Visitor, case: Case) -> None:
     row = case.model.objects.get(pk=case.make())
     before = case.state(row.pk)
     root.client.raise_request_exception = False
-    with broken_log():
+    with at_statement("site", "INSERT", raising(OperationalError()), about="django_admin_log"):
         assert root.confirm(case.url, case.decision, row.pk).status == 500
     assert case.state(row.pk) == before
     (told,) = root.confirm(case.url, case.decision, row.pk).messages

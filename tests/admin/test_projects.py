@@ -157,7 +157,7 @@ def test_the_catalog_has_what_the_code_marks(
 def test_pages_are_in_chinese(root: Visitor, settings: Settings) -> None:
     """A list, a question, a page and the answer read as a Chinese administrator expects them."""
     settings.LANGUAGE_CODE = "zh-hans"
-    row = rows.leave_dead("E1")
+    row = rows.leave_dead(error="E1")
     assert root.get(OUTBOX).rows[0]["状态"] == "死信"
     assert all(map(HAN.search, root.open(row).fields))
     assert "丢弃：确定吗？" in root.take(OUTBOX, "discard", row.pk).content

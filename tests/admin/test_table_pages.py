@@ -38,8 +38,8 @@ def count_queries(ask: Callable[[], Page]) -> int:
 def test_messages(root: Visitor) -> None:
     """Messages of all states tell apart, are found by state, task and ID, and have a page."""
     waits = rows.leave(due_at=Now() + timedelta(seconds=90))
-    rows.leave_failed("no route to host")
-    dead = rows.leave_dead("x" * 999)
+    rows.leave_failed()
+    dead = rows.leave_dead(error="x" * 999)
     rows.leave_sent()
     shown = root.get(OUTBOX).rows
     assert [row["State"] for row in shown] == ["Pending", "Pending", "Dead", "Sent"]

@@ -117,6 +117,11 @@ class Mailbox:
         (message,) = self.take()
         return message
 
+    def send(self, task: Any, *args: Any, **options: Any) -> Message:
+        """Send a task with these options; return its message."""
+        task.apply_async(args, **options)
+        return self.take_one()
+
     def deliver(self, message: Message) -> Outcome:
         """Run the message here, as a worker's child would."""
         task: Task[Any, Any] = self.app.tasks[message.headers["task"]]
@@ -141,13 +146,15 @@ class Mailbox:
         task: Any = self.app.tasks[message.headers["task"]]
         return symbol_by_name(task.Request)(received, app=self.app, task=task)
 
-    def deliver_elsewhere(self, message: Message, alias: str) -> Outcome:
-        """Run a message as another process does, with a connection of its own to a database."""
+    def deliver_elsewhere(self, message: Message) -> Outcome:
+        """Run a message as another process does, with connections of its own to databases."""
 
         def deliver() -> Outcome:
             self.app.set_current()
-            with closing(connections[alias]):
+            try:
                 return self.deliver(message)
+            finally:
+                connections.close_all()
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(deliver).result()

@@ -57,8 +57,7 @@ def names(outcome: Outcome) -> list[str]:
 
 def call(mailbox: Mailbox, task: Any, *args: Any, **options: Any) -> Message:
     """Send one call with these options; return its message."""
-    task.apply_async(args or (7,), single_instance=options)
-    return mailbox.take_one()
+    return mailbox.send(task, *(args or (7,)), single_instance=options)
 
 
 # Options of one call.
@@ -72,8 +71,7 @@ def test_the_call_decides(task: Any, mailbox: Mailbox) -> None:
     assert (state, name) == ("SUCCESS", LOCK)
     assert 90 < remaining <= 100
     assert held_names() == []
-    task.delay(7)
-    after = mailbox.take_one()
+    after = mailbox.send(task, 7)
     assert after.ours == {}
     assert names(mailbox.deliver(after)) == ([f"{NAME}:7"] if find_guarded(task) else [])
 

@@ -10,6 +10,7 @@ from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
+from tests.statements import raising
 
 pytestmark = [pytest.mark.usefixtures("locks_in_memory"), pytest.mark.django_db(transaction=True)]
 
@@ -23,10 +24,10 @@ class Session:
     """A value that no message can hold."""
 
 
-def note(value: Any) -> Any:
+def note(x: Any) -> Any:
     """Record a run."""
-    runs.append((value, sorted(held_names())))
-    return value
+    runs.append((x, sorted(held_names())))
+    return x
 
 
 @pytest.fixture(autouse=True)
@@ -35,40 +36,21 @@ def no_runs() -> None:
     runs.clear()
 
 
-def with_session_first(function: Function) -> Function:
-    """Pass a session before the arguments."""
+def changing(change: Callable[..., tuple[Any, Any]]) -> Callable[[Function], Function]:
+    """Return a decorator that passes on what ``change`` returns of the arguments."""
 
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        return function(Session(), *args, **kwargs)
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = change(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return inner
+        return inner
 
-
-def with_session(function: Function) -> Function:
-    """Pass a session by name."""
-
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, session=Session(), **kwargs)
-
-    return inner
+    return decorate
 
 
-def without_trace(function: Function) -> Function:
-    """Take an argument out."""
-
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("trace", None)
-        return function(*args, **kwargs)
-
-    return inner
-
-
-def unchanged(function: Function) -> Function:
-    """Change nothing: the base class does."""
-    return function
+with_session_first = changing(lambda *args, **kwargs: ((Session(), *args), kwargs))
 
 
 class SchemaMixin:
@@ -102,25 +84,10 @@ def session_last(x: Any, session: Session) -> Any:
     return note(x)
 
 
-def only(x: Any) -> Any:
-    """Get the argument."""
-    return note(x)
-
-
 def bound_session(self: Any, session: Session, x: Any) -> Any:
     """Get the task itself, too."""
     assert isinstance(session, Session)
     return note(x)
-
-
-def with_session_bound(function: Function) -> Function:
-    """Pass a session after the task itself."""
-
-    @functools.wraps(function)
-    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, Session(), *args, **kwargs)
-
-    return inner
 
 
 class Change(NamedTuple):
@@ -135,10 +102,18 @@ class Change(NamedTuple):
 
 CHANGES: Final = {
     "session first": Change(with_session_first, session_first),
-    "session by name": Change(with_session, session_last),
-    "session after self": Change(with_session_bound, bound_session, options={"bind": True}),
-    "argument taken out": Change(without_trace, only, more={"trace": "t"}),
-    "schema of a class": Change(unchanged, only, SchemaTask),
+    "session by name": Change(
+        changing(lambda *args, **kwargs: (args, {**kwargs, "session": Session()})), session_last
+    ),
+    "session after self": Change(
+        changing(lambda self, *args, **kwargs: ((self, Session(), *args), kwargs)),
+        bound_session,
+        options={"bind": True},
+    ),
+    "argument taken out": Change(
+        changing(lambda *args, trace=None, **kwargs: (args, kwargs)), note, more={"trace": "t"}
+    ),
+    "schema of a class": Change(lambda function: function, note, SchemaTask),
 }
 UNIQUE: Final = single_instance(on_conflict="raise", unique_until="end")
 
@@ -184,17 +159,15 @@ def test_what_a_decorator_makes_of_an_argument_keeps_calls_apart(mailbox: Mailbo
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_retry_keeps_the_lock_of_its_send(change: Change, mailbox: Mailbox) -> None:
     """Until a retried message has ended, the same send is a duplicate."""
-    tries = iter(range(9))
 
     def work(*args: Any, **kwargs: Any) -> Any:
-        if not next(tries):
+        if not task.request.retries:
             raise task.retry(countdown=60)
         return change.function(*args, **kwargs)
 
     decorated = change.decorate(UNIQUE(functools.wraps(change.function)(work)))
     task = mailbox.task(decorated, base=change.base, name="tests.changed", **change.options)
-    task.apply_async((5,), change.more)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert mailbox.deliver(mailbox.send(task, 5, kwargs=change.more)).state == "RETRY"
     assert task.apply_async((5,), change.more).is_duplicate is True
     assert mailbox.deliver(mailbox.take_one()).value == 5
     assert list(iter_locks()) == []
@@ -207,13 +180,9 @@ def test_an_error_callback_runs_alone(mailbox: Mailbox) -> None:
     def on_error(request: Any, exc: BaseException, traceback: Any) -> None:
         note((request.id, str(exc)))
 
-    def fail() -> None:
-        raise ValueError("broken")
-
     callback = mailbox.task(single_instance(on_error), base=SafeTask, name="tests.on_error")
-    task = mailbox.task(fail, base=SafeTask, name="tests.fail")
-    task.apply_async(link_error=callback.s())
-    message = mailbox.take_one()
+    task = mailbox.task(raising(ValueError("broken")), base=SafeTask, name="tests.fail")
+    message = mailbox.send(task, link_error=callback.s())
     assert mailbox.deliver(message).state == "FAILURE"
     ((value, locks),) = runs
     assert value == (message.id, "broken")

@@ -14,6 +14,9 @@ from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_options import held_names
 from tests.locks.renewals import get_lock, get_remaining
 
+#: Locks live in memory, unless a test says otherwise.
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
+
 NAME = "tests.sending"
 #: Options of one call.
 CALL = {"key": "feed-42", "timeout": 100}
@@ -60,14 +63,12 @@ def test_headers_passed_on_to_another_task_take_nothing_along(
     key: str | None,
     call: dict[str, Any],
     mailbox: Mailbox,
-    locks_in_memory: None,
 ) -> None:
     """A run's sends have the user's headers, and their own key, lock and options, if any."""
     other = mailbox.task(decorate(names_of_locks), base=base, name="tests.other")
     sending = make_unique(mailbox, send_to(other))
     for _ in range(2):  # a mark of a duplicate would show at the second
-        sending.apply_async((7,), headers={"x-user": "me"}, **call)
-        run = mailbox.deliver(mailbox.take_one())
+        run = mailbox.deliver(mailbox.send(sending, 7, headers={"x-user": "me"}, **call))
         assert run.state == "SUCCESS"
         messages = mailbox.take()
         assert [message.headers["x-user"] for message in messages] == ["me"] * 2
@@ -79,9 +80,7 @@ def test_headers_passed_on_to_another_task_take_nothing_along(
         assert held_names() == []
 
 
-def test_headers_passed_on_to_a_new_send_take_nothing_along(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_headers_passed_on_to_a_new_send_take_nothing_along(mailbox: Mailbox) -> None:
     """A task that sends itself makes a message of its own; the very same is a duplicate."""
 
     def sending(self: Any, number: int) -> list[Any]:
@@ -90,9 +89,7 @@ def test_headers_passed_on_to_a_new_send_take_nothing_along(
         sends = [self.apply_async((n,), headers=self.request.headers) for n in (8, 7)]
         return [one.is_duplicate for one in sends]
 
-    task = make_unique(mailbox, sending)
-    task.apply_async((7,), single_instance={"timeout": 100})
-    first = mailbox.take_one()
+    first = mailbox.send(make_unique(mailbox, sending), 7, single_instance={"timeout": 100})
     assert mailbox.deliver(first) == ("SUCCESS", [False, True])
     second = mailbox.take_one()
     assert second.id != first.id
@@ -105,7 +102,7 @@ def test_headers_passed_on_to_a_new_send_take_nothing_along(
 
 
 @pytest.mark.parametrize("passed_on", [False, True])
-def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_memory: None) -> None:
+def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox) -> None:
     """Its own retry has key, options and lock of the message, with or without its headers."""
 
     def retried(self: Any, number: int) -> str:
@@ -116,9 +113,7 @@ def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_mem
         assert get_remaining(run.name) > 90
         return run.name
 
-    task = make_unique(mailbox, retried)
-    task.apply_async((7,), single_instance=CALL)
-    first = mailbox.take_one()
+    first = mailbox.send(make_unique(mailbox, retried), 7, single_instance=CALL)
     assert mailbox.deliver(first).state == "RETRY"
     assert held_names() == [f"sent:{NAME}:feed-42"]
     again = mailbox.take_one()
@@ -131,7 +126,7 @@ def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_mem
     "change", [{"args": (8,)}, {"single_instance": {"key": "8"}}], ids=["args", "key"]
 )
 def test_a_retry_under_another_key_is_no_duplicate(
-    change: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+    change: dict[str, Any], mailbox: Mailbox
 ) -> None:
     """Though the same was sent before, it runs, since the run that goes on in it was not done."""
     runs: list[int] = []
@@ -158,7 +153,7 @@ def test_a_retry_under_another_key_is_no_duplicate(
     assert get_lock(f"sent:{NAME}:8").token == before.ours["sent"]
 
 
-def test_each_app_has_its_own_task_that_calls_can_ask(locks_in_memory: None) -> None:
+def test_each_app_has_its_own_task_that_calls_can_ask() -> None:
     """A shared task of two apps runs alone in either, decorated or asked."""
 
     @shared_task(base=SafeTask, name="tests.shared")
@@ -208,8 +203,7 @@ def test_a_garbled_header_loses_no_run(
     def looking(self: Any, number: int) -> list[str]:
         return held_names()
 
-    make_unique(mailbox, looking).delay(7)
-    state, held = mailbox.deliver(forge(mailbox.take_one(), name))
+    state, held = mailbox.deliver(forge(mailbox.send(make_unique(mailbox, looking), 7), name))
     assert state == "SUCCESS"
     assert f"{NAME}:7" in held
     assert f"{NAME}:7" not in held_names()
@@ -233,7 +227,7 @@ def test_a_garbled_header_loses_no_run(
     ],
 )
 def test_a_key_that_cant_be_made_is_refused_at_the_send(
-    template: str, value: Any, decorated: bool, mailbox: Mailbox, locks_in_memory: None
+    template: str, value: Any, decorated: bool, mailbox: Mailbox
 ) -> None:
     """A ConfigurationError at each kind of send names key and task; nothing is sent or locked."""
     decorate: Any = single_instance(key=template, unique_until="end")

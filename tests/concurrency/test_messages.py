@@ -36,9 +36,13 @@ from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.caches import cache_at
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
+from tests.contract.conftest import params
 from tests.locks.renewals import held_by
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
+
+#: Locks live in memory, unless a test says otherwise.
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
 NAME = "tests.importing"
 LOCK = f"{NAME}:7"
@@ -50,17 +54,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "OWN_RUN_WAIT", 0.01)
 
 
-@pytest.fixture(
-    params=["local", "django-redis", "memcached", pytest.param("database", marks=pytest.mark.sql)]
-)
-def store(
-    request: pytest.FixtureRequest, use_store: Callable[[str], None], settings: Settings
-) -> None:
+@pytest.fixture(params=params("local", "django-redis", "memcached", "database"))
+def store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> None:
     """Each kind of store in turn."""
-    if request.param == "database":
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": request.getfixturevalue("db_alias")}
-    else:
-        use_store(request.param)
+    use_store(request.param)
 
 
 class Importing:
@@ -80,28 +77,31 @@ class Importing:
         options.setdefault("acks_late", True)
         self.task = mailbox.task(decorate(importing), name=NAME, base=base, bind=True, **options)
 
+    def deliver_beside_another(self) -> Outcome:
+        """Deliver a message for the lock of number 7 while another run holds it."""
+        message = self.message()
+        with held_by(LOCK, "other"):
+            return self.mailbox.deliver(message)
+
     def message(self, **options: Any) -> Message:
         """Return a message for the lock of number 7."""
-        self.task.apply_async((7,), **options)
-        return self.mailbox.take_one()
+        return self.mailbox.send(self.task, 7, **options)
 
 
 # Another run holds the lock.
 
 
 @pytest.mark.parametrize("base", [Task, SafeTask])
-def test_skip_succeeds_with_none(base: Any, mailbox: Mailbox, locks_in_memory: None) -> None:
+def test_skip_succeeds_with_none(base: Any, mailbox: Mailbox) -> None:
     """The duplicate ends as a success without a result, and the body does not run."""
     importing = Importing(mailbox, base)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        assert mailbox.deliver(message) == ("SUCCESS", None)
+    assert importing.deliver_beside_another() == ("SUCCESS", None)
     assert importing.runs == []
     assert mailbox.take() == []
 
 
 def test_a_lease_that_ends_before_the_body_begins(
-    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task runs, because no one else holds its lock, and is not skipped."""
     importing = Importing(mailbox, timeout=30)
@@ -120,7 +120,7 @@ def test_a_lease_that_ends_before_the_body_begins(
         assert run() == "imported"
 
 
-def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -> None:
+def test_the_key_that_travels_decides(mailbox: Mailbox) -> None:
     """The sender's key is taken as it is, since only the sender had the arguments as given."""
     importing = Importing(mailbox)
     message = importing.message().with_headers(**{HEADER: {"task": NAME, "key": "of the sender"}})
@@ -154,14 +154,10 @@ def test_wait_runs_when_the_other_has_ended(store: None, mailbox: Mailbox) -> No
 @pytest.mark.parametrize(
     "options", [{"on_conflict": "wait", "blocking_timeout": 0.2}, {"on_conflict": "raise"}]
 )
-def test_a_conflict_ends_in_already_running(
-    options: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_conflict_ends_in_already_running(options: dict[str, Any], mailbox: Mailbox) -> None:
     """The run fails, naming lock and holder, and for how long it waited in vain."""
     importing = Importing(mailbox, **options)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        state, error = mailbox.deliver(message)
+    state, error = importing.deliver_beside_another()
     assert state == "FAILURE"
     assert isinstance(error, AlreadyRunning)
     assert (error.name, error.task_id) == (LOCK, "other")
@@ -172,13 +168,10 @@ def test_a_conflict_ends_in_already_running(
 @pytest.mark.parametrize(
     ("base", "autoretry"), [(Task, {"autoretry_for": (Exception,)}), (SafeTask, {})]
 )
-@pytest.mark.usefixtures("locks_in_memory")
 def test_reject_is_celerys_reject(base: Any, autoretry: dict[str, Any], mailbox: Mailbox) -> None:
     """The duplicate is rejected for good, naming lock and holder, and never retried."""
     importing = Importing(mailbox, base, on_conflict="reject", **autoretry)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        state, error = mailbox.deliver(message)
+    state, error = importing.deliver_beside_another()
     assert state == "REJECTED"
     assert isinstance(error, Reject)
     assert error.requeue is False
@@ -190,7 +183,7 @@ def test_reject_is_celerys_reject(base: Any, autoretry: dict[str, Any], mailbox:
     ("base", "autoretry"), [(Task, {"autoretry_for": (Exception,)}), (SafeTask, {})]
 )
 def test_retry_comes_back_as_the_same_message(
-    base: Any, autoretry: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+    base: Any, autoretry: dict[str, Any], mailbox: Mailbox
 ) -> None:
     """It is sent again after the delay: same id, arguments, chain and limits, retries untouched."""
     importing = Importing(
@@ -222,22 +215,19 @@ def test_retry_comes_back_as_the_same_message(
     assert importing.runs == [first.id]
 
 
-@pytest.mark.usefixtures("locks_in_memory")
 def test_retries_that_come_back_are_spread(mailbox: Mailbox) -> None:
     """Many don't come back at the same moment, nor when the broker has redelivered them."""
     importing = Importing(mailbox, on_conflict="retry", retry_delay=60)
     delays = set()
-    with held_by(LOCK, "other"):
-        for _ in range(8):
-            mailbox.deliver(importing.message())
-            delays.add(round(mailbox.take_one().delay))
-        mailbox.app.conf.broker_transport_options = {"visibility_timeout": 8}
-        mailbox.deliver(importing.message())
-        assert mailbox.take_one().delay <= 4
+    for _ in range(8):
+        importing.deliver_beside_another()
+        delays.add(round(mailbox.take_one().delay))
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 8}
+    importing.deliver_beside_another()
+    assert mailbox.take_one().delay <= 4
     assert len(delays) > 2
 
 
-@pytest.mark.usefixtures("locks_in_memory")
 def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: Settings) -> None:
     """Redacted arguments stay so, after a conflict, too; with SHOW_ARGUMENTS off none is shown."""
 
@@ -246,15 +236,13 @@ def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: 
 
     decorate = single_instance(key="{number}", unique_until="end", on_conflict="retry")
     task = mailbox.task(decorate(look), base=SafeTask, name=NAME)
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).value == ["(7,)", "(7,)"]
+    assert mailbox.deliver(mailbox.send(task, 7)).value == ["(7,)", "(7,)"]
     task.apply_async((7,), argsrepr="('***',)", kwargsrepr="{}")
     with held_by(LOCK, "other"):
         mailbox.deliver(mailbox.take_one())
     assert mailbox.deliver(mailbox.take_one()).value == ["('***',)", "('***',)"]
     settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "SHOW_ARGUMENTS": False}
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).value == [None, None]
+    assert mailbox.deliver(mailbox.send(task, 7)).value == [None, None]
 
 
 # The lock of its own task id.
@@ -269,7 +257,7 @@ def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: 
     ],
 )
 def test_a_message_that_meets_its_own_lock_comes_back(
-    base: Any, options: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+    base: Any, options: dict[str, Any], mailbox: Mailbox
 ) -> None:
     """One copy, or a copy of it, with the same id, retries and chain comes after the lease."""
     importing = Importing(mailbox, base, autoretry_for=(Exception,), **options)
@@ -303,20 +291,11 @@ def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
     def running(task: Any, number: int) -> None:
         runs.append(task.request.id)
         if len(runs) == 1:
-            with ThreadPoolExecutor(1) as elsewhere:
-                assert elsewhere.submit(deliver).result().state == "IGNORED"
-
-    def deliver() -> Outcome:
-        mailbox.app.set_current()
-        try:
-            return mailbox.deliver(message)
-        finally:
-            connections.close_all()  # of this thread
+            assert mailbox.deliver_elsewhere(message).state == "IGNORED"
 
     decorate = single_instance(key="{number}")
     task = mailbox.task(decorate(running), name=NAME, base=SafeTask, bind=True, acks_late=True)
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     assert mailbox.deliver(message).state == "SUCCESS"
     return mailbox.take_one(), runs
 
@@ -335,9 +314,7 @@ def test_what_comes_after_a_long_run_is_dropped(store: None, mailbox: Mailbox) -
 
 
 @pytest.mark.parametrize("error", [Reject("later", requeue=True), LockLost("x")], ids=repr)
-def test_a_long_run_that_gave_up_is_followed_by_another(
-    error: Exception, mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_long_run_that_gave_up_is_followed_by_another(error: Exception, mailbox: Mailbox) -> None:
     """A run that puts its message back, or lost its lock, leaves the work to the next delivery."""
     mailbox.app.conf.broker_transport_options = {"visibility_timeout": 0}
     body = Mock(side_effect=[error, None])
@@ -346,15 +323,14 @@ def test_a_long_run_that_gave_up_is_followed_by_another(
     def work(number: int) -> None:
         body()
 
-    mailbox.task(work, name=NAME, base=SafeTask, acks_late=True).delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(mailbox.task(work, name=NAME, base=SafeTask, acks_late=True), 7)
     assert mailbox.deliver(message).state in {"REJECTED", "FAILURE"}
     late = replace(message, delivery_info={**message.delivery_info, "redelivered": True})
     assert (mailbox.deliver(late).state, body.call_count) == ("SUCCESS", 2)
 
 
 def test_the_end_of_a_long_run_can_not_be_marked(
-    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails then does not turn the work that is done into a failure."""
     take = LocalStore.take
@@ -374,7 +350,7 @@ def test_the_end_of_a_long_run_can_not_be_marked(
     ("lease", "visibility", "longest"), [(30, 8, 4), (4, 30, 4), (30, None, 30)]
 )
 def test_a_copy_comes_when_the_lease_is_over_or_earlier(
-    lease: float, visibility: float | None, longest: float, mailbox: Mailbox, locks_in_memory: None
+    lease: float, visibility: float | None, longest: float, mailbox: Mailbox
 ) -> None:
     """Its delay is what is left of the lease, at most half the broker's visibility timeout."""
     if visibility is not None:
@@ -389,7 +365,7 @@ def test_a_copy_comes_when_the_lease_is_over_or_earlier(
 
 
 def test_a_lock_that_is_free_in_a_moment_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, locks_in_memory: None
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
 ) -> None:
     """A retry without delay, which overtakes the end of its own run, runs at once."""
     monkeypatch.setattr(copies, "OWN_RUN_WAIT", 10.0)
@@ -415,7 +391,7 @@ def test_a_lock_that_is_free_in_a_moment_is_waited_for(
     ],
 )
 def test_a_message_that_can_not_be_sent_again_stays_with_the_broker(
-    holder: str, options: dict[str, Any], expected: str, mailbox: Mailbox, locks_in_memory: None
+    holder: str, options: dict[str, Any], expected: str, mailbox: Mailbox
 ) -> None:
     """With acks_late the broker gets it back, and nothing is noted; else it fails, to be seen."""
     message = Importing(mailbox).message()
@@ -437,6 +413,7 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
 ) -> None:
     """Whether the lock is free is not known then: LockBackendError, and the body does not run."""
     settings.CACHES = cache_at(f"redis://127.0.0.1:{dead_port()}", "django")
+    settings.DJANGO_CELERY_SAFE = {}
     importing = Importing(mailbox)
     state, error = mailbox.deliver(importing.message())
     assert state == "FAILURE"

@@ -120,17 +120,6 @@ class Album(BaseModel):
     title: str = ""
 
 
-class ClassBased(SafeTask):
-    """A task class with a run method."""
-
-    name = "tests.class_based"
-
-    @single_instance(key="{pk}")
-    def run(self, pk: int, limit: int = 10) -> Any:
-        """Return the names of the locks."""
-        return held_names()
-
-
 def held_names() -> list[str]:
     """Return what is locked now."""
     return [lock.name for lock in iter_locks()]
@@ -155,10 +144,10 @@ def with_model(self: Any, album: Album, limit: int = 10) -> Any:
 
 
 #: Every way to make a task: function, template, first argument, options of the task.
-KINDS: dict[str, tuple[Callable[..., Any] | None, str, Any, dict[str, Any]]] = {
+KINDS: dict[str, tuple[Callable[..., Any], str, Any, dict[str, Any]]] = {
     "plain": (plain, "{pk}", 7, {}),
     "bound": (bound, "{pk}", 7, {"bind": True}),
-    "class": (None, "{pk}", 7, {}),
+    "class": (bound, "{pk}", 7, {}),
     "bound autoretry": (bound, "{pk}", 7, {"autoretry_for": (Exception,), "bind": True}),
     "pydantic": (
         with_model,
@@ -173,18 +162,11 @@ KINDS: dict[str, tuple[Callable[..., Any] | None, str, Any, dict[str, Any]]] = {
 def make_task(mailbox: Mailbox, kind: str, base: Any, **given: Any) -> Any:
     """Return a single-instance task of that kind."""
     function, template, _, options = KINDS[kind]
-    if function is None:
-        task_class = ClassBased if base is SafeTask else ClassBasedPlain
+    function = single_instance(**{"key": template, **given})(function)
+    if kind == "class":
+        task_class = type("ClassBased", (base,), {"name": "tests.class_based", "run": function})
         return mailbox.app.register_task(task_class())
-    given.setdefault("key", template)
-    return mailbox.task(single_instance(**given)(function), base=base, **options)
-
-
-class ClassBasedPlain(Task):  # type: ignore[type-arg]
-    """The same on Celery's own base."""
-
-    name = "tests.class_based"
-    run = ClassBased.run
+    return mailbox.task(function, base=base, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -46,9 +46,13 @@ from tests.listening import receiving
 from tests.locks.renewals import get_lock, get_remaining, held_by
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
+from tests.statements import raising
 from tests.versions import IS_CELERY_57
 
 __all__ = ["store"]
+
+#: Locks live in memory, unless a test says otherwise.
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
 NAME = "tests.once"
 #: The lock of a message for the number 7.
@@ -96,7 +100,7 @@ ENDS = {CacheLock.__exit__.__code__, SentLock.end_run.__code__}
 
 @pytest.mark.parametrize("conflict", [False, True])
 def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
-    conflict: bool, mailbox: Mailbox, locks_in_memory: None, caplog: pytest.LogCaptureFixture
+    conflict: bool, mailbox: Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """
     At whichever call it hits, the message's lock is free at once.
@@ -111,8 +115,7 @@ def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
     task = unique(mailbox, work, lock)
     places = []
     for number in range(1, 1000):
-        task.delay(number)
-        message = mailbox.take_one()
+        message = mailbox.send(task, number)
         interruption = Interruption(number, ENDS)
         with ExitStack() as stack:
             if conflict:
@@ -142,8 +145,7 @@ def test_an_interrupted_release_frees_both(
 ) -> None:
     """The next send is not a duplicate and runs, with or without the request in the store."""
     task = unique(mailbox, work, {})
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     faults = getattr(store, when)
     faults["release"] = SoftTimeLimitExceeded()
     state, error = mailbox.deliver(message)
@@ -196,15 +198,14 @@ def test_a_long_run_renews_both_locks(
         clock.advance(LEASE / 2)
         return [lock.remaining for lock in iter_locks()]
 
-    unique(mailbox, go_on, {"timeout": LEASE}).delay(7)
-    state, left = mailbox.deliver(mailbox.take_one())
+    state, left = mailbox.deliver(mailbox.send(unique(mailbox, go_on, {"timeout": LEASE}), 7))
     assert (state, len(left)) == ("SUCCESS", 2)
     assert min(left) > LEASE / 2
 
 
 @pytest.mark.parametrize("forged", [None, "text", {"header": {}}])
 def test_what_is_known_of_a_message_is_no_header_and_no_part_of_a_copy(
-    forged: object, mailbox: Mailbox, locks_in_memory: None
+    forged: object, mailbox: Mailbox
 ) -> None:
     """A header of its name is not believed, and the request of a run can be pickled and copied."""
 
@@ -228,15 +229,10 @@ def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
 ) -> None:
     """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
     use_store(store_name)
-
-    def mark(*args: object) -> None:
-        raise SoftTimeLimitExceeded
-
     retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
     task = unique(mailbox, work, {}, **retried)
-    monkeypatch.setattr(copies, "mark_end", mark)
-    task.delay(7)
-    message = mailbox.take_one()
+    monkeypatch.setattr(copies, "mark_end", raising(SoftTimeLimitExceeded()))
+    message = mailbox.send(task, 7)
     assert mailbox.deliver(message).state == "RETRY"
     retry = mailbox.take_one()
     assert retry.id == message.id
@@ -256,36 +252,26 @@ def run_and_die(where: str) -> None:
 
     box = Mailbox()
     box.app.set_current()
-    task = unique(box, work, {"timeout": LEASE}, acks_late=True)
-    task.delay(7)
-    message = box.take_one()
+    message = box.send(unique(box, work, {"timeout": LEASE}, acks_late=True), 7)
     tell(message)
     setattr(of, name, die)
     box.deliver(message)
 
 
 @pytest.mark.parametrize(
-    ("where", "in_database"),
+    ("where", "store_name"),
     [
-        ("CacheLock.acquire", False),
-        pytest.param("SentLock._begin_run", True, marks=pytest.mark.sql),
-        pytest.param("CacheLock.__exit__", True, marks=pytest.mark.sql),
-        pytest.param("SentLock.move", True, marks=pytest.mark.sql),
+        ("CacheLock.acquire", "django-redis"),
+        pytest.param("SentLock._begin_run", "database", marks=pytest.mark.sql),
+        pytest.param("CacheLock.__exit__", "database", marks=pytest.mark.sql),
+        pytest.param("SentLock.move", "database", marks=pytest.mark.sql),
     ],
 )
 def test_a_death_between_the_two_locks_leaves_nothing_for_long(
-    where: str,
-    in_database: bool,
-    mailbox: Mailbox,
-    use_store: Callable[[str], None],
-    settings: Settings,
-    db_alias: str,
+    where: str, store_name: str, mailbox: Mailbox, use_store: Callable[[str], None]
 ) -> None:
     """Its message, delivered again, runs; after the run had begun the same can be sent anyway."""
-    if in_database:
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
-    else:
-        use_store("django-redis")
+    use_store(store_name)
     with start_in_process(run_and_die, where) as process:
         message = process.receive()
         with pytest.raises(FunctionFailed):
@@ -304,11 +290,10 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
 
 @pytest.mark.parametrize(("pid", "left"), [(NO_PROCESS, []), (4711, [f"{NAME}:7"])])
 def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
-    pid: int, left: list[str], mailbox: Mailbox, locks_in_memory: None
+    pid: int, left: list[str], mailbox: Mailbox
 ) -> None:
     """The run's lock is freed only if the dead process held it; the message's lock is kept."""
-    unique(mailbox, work, {}).delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(unique(mailbox, work, {}), 7)
     killed, other = mailbox.receive(message), mailbox.receive(message)
     for request in (killed, other):
         task_received.send(request=request, sender=None)
@@ -326,7 +311,7 @@ def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
     ("how", "acks_late"), [("reject", True), ("requeue", True), ("requeue", False)]
 )
 def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
-    how: str, acks_late: bool, mailbox: Mailbox, locks_in_memory: None
+    how: str, acks_late: bool, mailbox: Mailbox
 ) -> None:
     """A message that was acknowledged early is never requeued, whatever the Reject says."""
     task = unique(mailbox, work, {}, acks_late=acks_late)
@@ -343,13 +328,12 @@ def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
 
 @pytest.mark.parametrize("autoretry", [(), (Exception,)])
 def test_a_retry_raised_by_hand_frees_the_lock(
-    autoretry: tuple[type[Exception], ...], mailbox: Mailbox, locks_in_memory: None
+    autoretry: tuple[type[Exception], ...], mailbox: Mailbox
 ) -> None:
     """The run frees the lock, because no message was sent that would free it later."""
     options = {"autoretry_for": autoretry} if autoretry else {}
     task = unique(mailbox, work, {}, **options)
-    task.delay(7, "retry by hand")
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert mailbox.deliver(mailbox.send(task, 7, "retry by hand")).state == "RETRY"
     assert mailbox.take() == []
     assert held_names() == []
     assert task.delay(7).is_duplicate is False
@@ -357,7 +341,7 @@ def test_a_retry_raised_by_hand_frees_the_lock(
 
 @pytest.mark.parametrize("why", ["retry", "autoretry", "conflict"])
 def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
-    why: str, mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    why: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run frees its own lock last, so it undoes nothing that the next run does with this one."""
 
@@ -379,8 +363,7 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     lock = {"timeout": 5, "on_conflict": "retry", "retry_delay": 0.01}
     autoretry = {"autoretry_for": (KeyError,), "default_retry_delay": 0}
     task = unique(mailbox, fail, lock, **(autoretry if why == "autoretry" else {}))
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(task, 7)
     if why != "retry" and not IS_CELERY_57:
         pytest.skip("Celery before 5.7 may overlook a receiver that connects later")
     with ExitStack() as stack:
@@ -411,9 +394,7 @@ def test_a_forked_child_that_leaves_the_run_frees_no_lock_of_its_parent(
         assert os.waitpid(child, 0)[1] == 0
         held.extend(held_names())
 
-    task = unique(mailbox, fork, {"timeout": 30})
-    task.delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(unique(mailbox, fork, {"timeout": 30}), 7)
     try:
         state = mailbox.deliver(message).state
     finally:
@@ -452,15 +433,12 @@ def test_a_retry_takes_its_lock_along(
         retry(self, db_alias)
 
     task = unique(mailbox, fail, {"timeout": 5})
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert mailbox.deliver(mailbox.send(task, 7)).state == "RETRY"
     assert get_remaining(SENT) == pytest.approx(WAITING + 50, abs=5)
     assert task.delay(7).is_duplicate is True
 
 
-def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(mailbox: Mailbox) -> None:
     """The retry could not be sent: until the run ends the lease is that of a run, and renewed."""
     left = []
 
@@ -470,16 +448,13 @@ def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
         left.append(get_remaining(SENT))
 
     task = unique(mailbox, go_on, {"timeout": 5})
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+    assert mailbox.deliver(mailbox.send(task, 7)).state == "SUCCESS"
     assert left == [pytest.approx(5, abs=2)]
     assert held_names() == []
 
 
 @pytest.mark.parametrize("by", ["retry", "autoretry"])
-def test_a_retry_that_can_not_be_sent_frees_the_lock(
-    by: str, mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_retry_that_can_not_be_sent_frees_the_lock(by: str, mailbox: Mailbox) -> None:
     """Celery rejects the message then, and no other will come."""
     nowhere = nobody_listens()
 
@@ -533,9 +508,7 @@ def revoke(task: Any, message: Message) -> None:
     task_revoked.send(sender=task, request=request, terminated=False, signum=None, expired=False)
 
 
-def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(mailbox: Mailbox) -> None:
     """The same stays a duplicate while the first delivery runs."""
     task = unique(mailbox, work, {})
     first = task.delay(7)
@@ -545,12 +518,9 @@ def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(
         assert task.delay(7).id == first.id
 
 
-def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
+def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(mailbox: Mailbox) -> None:
     """In a worker of an older release, which has the task without its decorator, too."""
-    unique(mailbox, work, {}).delay(7)
-    message = mailbox.take_one()
+    message = mailbox.send(unique(mailbox, work, {}), 7)
     assert held_names() == [SENT]
     plain = mailbox.app.task(name="tests.plain", base=SafeTask)(work)
     revoke(plain, message)

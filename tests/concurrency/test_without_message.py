@@ -143,8 +143,7 @@ def test_a_task_may_call_itself_with_another_key(
 
     function = single_instance(key="{depth}")(crawl_bound if bind else crawl)
     task = mailbox.task(function, base=SafeTask, bind=bind, name="tests.crawl")
-    task.delay(2)
-    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", 2)
+    assert mailbox.deliver(mailbox.send(task, 2)) == ("SUCCESS", 2)
     assert seen == [["2"], ["1", "2"], ["0", "1", "2"]]
     assert mailbox.take() == []
     assert held_names() == []
@@ -163,8 +162,7 @@ def test_a_task_that_calls_itself_with_the_same_key_is_a_conflict(
         return number
 
     made = mailbox.task(task, base=SafeTask)
-    made.delay(7)
-    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", 7)
+    assert mailbox.deliver(mailbox.send(made, 7)) == ("SUCCESS", 7)
     assert results == [None]
     assert mailbox.take() == []
 
@@ -241,8 +239,7 @@ def test_tasks_with_one_lock_exclude_each_other(mailbox: Mailbox) -> None:
         with held_by(f"reports:{year}", "another"):
             assert mailbox.deliver(message).state == "FAILURE"
     assert held_names() == []
-    other.delay(2026)
-    message = mailbox.take_one()
+    message = mailbox.send(other, 2026)
     assert mailbox.deliver(message).value == ["reports:2026", "sent:reports:2026"]
 
 
@@ -251,8 +248,7 @@ def test_a_call_can_name_the_lock(mailbox: Mailbox) -> None:
     tasks = [mailbox.task(report, base=SafeTask, name=f"tests.{name}") for name in ("one", "other")]
     asked = {"lock": "celery_once", "key": "report", "on_conflict": "raise"}
     for task in tasks:
-        task.apply_async((2026,), single_instance=asked)
-        message = mailbox.take_one()
+        message = mailbox.send(task, 2026, single_instance=asked)
         assert mailbox.deliver(message).value == ["celery_once:report"]
         with held_by("celery_once:report", "another"):
             assert mailbox.deliver(message).state == "FAILURE"

@@ -193,7 +193,7 @@ def killed_and_paused_holders_lose_their_locks_by_processes(folder: Path) -> Non
     """A lock has no more than its lease left if its holder is killed; a paused one learns of it."""
     gate = folder / "gate"
     with (
-        start_in_process(hold, "killed") as killed,
+        start_in_process(hold_and_ensure, "killed", gate) as killed,
         start_in_process(hold_and_ensure, "paused", gate) as paused,
     ):
         for holder, number in ((killed, signal.SIGKILL), (paused, signal.SIGSTOP)):
@@ -209,14 +209,6 @@ def killed_and_paused_holders_lose_their_locks_by_processes(folder: Path) -> Non
         gate.touch()
         assert paused.receive() == "LockLost"
         assert all(lock.release() for lock in locks)
-
-
-def hold(name: str) -> None:
-    """Hold a lock until killed."""
-    lock = make_lock(name, timeout=LEASE)
-    assert lock.acquire()
-    tell(lock.token)
-    time.sleep(60)
 
 
 def hold_and_ensure(name: str, gate: Path) -> None:

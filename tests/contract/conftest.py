@@ -32,6 +32,7 @@ def use_store(
 ) -> Callable[[str], None]:
     """Put the locks of this test into the store of that name."""
     cases.hold_other_places.cache_clear()
+    settings.DJANGO_CELERY_SAFE = {}
 
     def use(name: str) -> None:
         name, is_limited, limit = name.partition("-of-")

@@ -13,12 +13,10 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock
 from tests.app.models import Person
-from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase
+from tests.conftest import MakeCaches, MakeDatabase
 from tests.contract import cases
 from tests.contract.conftest import SHARED_STORES, params
-from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind
 
 UseStore = Callable[[str], None]
@@ -137,14 +135,13 @@ def test_a_broken_store_fails(
     case: cases.Case,
     limit: str,
     settings: Settings,
-    redis_server: RedisServer,
+    redis_cache_settings: MakeCaches,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """A store with this fault fails this case."""
-    redis_server.flush()
     cases.hold_other_places.cache_clear()
     monkeypatch.setenv(cases.LIMIT, limit)
-    settings.CACHES = cache_at(redis_server.url, f"tests.faulty.{fault}")
+    settings.CACHES = redis_cache_settings(f"tests.faulty.{fault}")
     with pytest.raises((AssertionError, TimeoutError)):
         case(tmp_path)

@@ -41,16 +41,12 @@ def names_held() -> set[str]:
 
 
 def take(
-    limit: int,
-    task_id: str | None = None,
-    name: str = "few",
-    lease: float = 60,
-    patience: float | None = None,
+    limit: int, task_id: str | None = None, name: str = "few", patience: float | None = None
 ) -> Any:
     """Try to take a place for a task of this id; return what the store says."""
     holder = Holder("here", 1, task="a.b" if task_id else None, task_id=task_id)
     token = uuid.uuid4().hex
-    return get_store().take(LockRequest(name, token, lease, holder, patience, limit))
+    return get_store().take(LockRequest(name, token, 60, holder, patience, limit))
 
 
 def test_as_many_as_the_limit_hold_it(store: str) -> None:

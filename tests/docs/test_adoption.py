@@ -1,11 +1,10 @@
 """The steps of the page on existing projects, done to such a project."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from tests.docs.pages import ROOT, Page, page
 
 ADOPT = page("docs/how-to/adopt-in-an-existing-project.md")
@@ -27,16 +26,7 @@ def change(file: Path, diff: str) -> None:
 
 def run(folder: Path, *words: str) -> str:
     """Return what a program of the project prints; it has to succeed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=folder,
-        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
+    return run_python("-m", *words, env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": ""}, cwd=folder)
 
 
 @pytest.mark.repository

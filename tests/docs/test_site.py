@@ -1,13 +1,12 @@
 """The site is built without a warning, and needs nothing from other hosts."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.commands import run_python
 from tests.docs.pages import ROOT, pages
 
 #: An element that a browser loads by itself from another host.
@@ -20,9 +19,7 @@ LOADED = re.compile(
 @pytest.mark.nightly
 def test_the_site(tmp_path: Path) -> None:
     """It has each page, with warnings as errors, and none loads anything from elsewhere."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path), cwd=ROOT)
     docs = [page.path.relative_to(ROOT / "docs") for page in pages() if "docs/" in page.name]
     expected = {str(path.with_suffix(".html")) for path in docs}
     expected |= {"overview.html", "changelog.html", "contributing.html"}

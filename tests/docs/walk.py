@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import celery
 
+from tests.commands import run_python
 from tests.docs.pages import ROOT, Block, Page
 from tests.processes import KeptProcess, wait_for
 
@@ -46,26 +47,23 @@ class Walk:
         self._folder = folder
         self._wheel = wheel
         self._redis = redis
-        self._stack = ExitStack()
         #: The output of the commands, block by block.
         self.printed: list[str] = []
         self.background: dict[str, KeptProcess] = {}
 
-    @contextmanager
-    def reading(self, page: Page) -> Iterator[None]:
-        """Do all that the page says; its background processes run until the block ends."""
+    def read(self, page: Page) -> None:
+        """Do all that the page says; its background processes end with it."""
         lines = page.text.split("\n")
-        with self._stack:
-            blocks = list(page.blocks())
+        blocks = list(page.blocks())
+        with ExitStack() as stack:
             for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-                self._do(block)
+                self._do(block, stack)
                 if block.marker == "run" or block.marker.startswith("background"):
                     end = block.line + block.code.count("\n")
                     until = following.line - 2 if following else None
                     self._keep_promises("\n".join(lines[end:until]), block)
-            yield
 
-    def _do(self, block: Block) -> None:
+    def _do(self, block: Block, stack: ExitStack) -> None:
         action, _, name = block.marker.partition(": ")
         code = self._own(block.code)
         if action == "file":
@@ -79,7 +77,7 @@ class Walk:
             log = self._folder / f"{name}.log"
             command = ["bash", "-c", f"exec {code}"]
             process = KeptProcess(command, folder=self._home, log_path=log, env=self._environment())
-            self.background[name] = self._stack.enter_context(process)
+            self.background[name] = stack.enter_context(process)
         elif action == "prints":
             printed = _constant(self.printed[-1])
             for line in block.code.splitlines():
@@ -154,5 +152,4 @@ def build_wheel(folder: Path, source: Path = ROOT) -> Path:
 
 def build(target: str, folder: Path, source: Path = ROOT) -> None:
     """Build a ``wheel`` or an ``sdist`` of the files of a source into a folder."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    run_python("-m", "hatchling", "build", "-t", target, "-d", str(folder), cwd=source)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,11 @@ from textwrap import dedent
 
 import requests
 
+from tests.commands import run_python
 from tests.processes import KeptProcess, wait_for
 from tests.processes.waiting import reserve_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "example_project"
-MANAGE = (sys.executable, "manage.py")
 WORKER = (
     *(sys.executable, "-m", "celery", "-A", "example_project", "worker", "--loglevel=INFO"),
     *("--concurrency=2", "--without-gossip", "--without-mingle", "--hostname=albums@%h"),
@@ -44,9 +43,9 @@ class Site:
 
     def execute(self, code: str) -> str:
         """Execute Python code in a process with the site's Django; return what it printed."""
-        settings = {"DJANGO_SETTINGS_MODULE": "example_project.settings"}
+        env = {**self.env, "DJANGO_SETTINGS_MODULE": "example_project.settings"}
         program = f"import django\ndjango.setup()\n{dedent(code)}"
-        return _run({**self.env, **settings}, sys.executable, "-c", program)
+        return run_python("-c", program, env=env, cwd=EXAMPLE)
 
     def answers(self) -> bool:
         """Return whether pages are served."""
@@ -73,7 +72,7 @@ def running_site(folder: Path, **variables: str) -> Iterator[Site]:
         databases = [("--database=default",), ("django_celery_safe", "--database=locks")]
         list(pool.map(lambda which: manage(env, "migrate", *which), databases))
     port, reservation = reserve_port()
-    serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
+    serve = [sys.executable, "manage.py", "runserver", "--noreload", f"127.0.0.1:{port}"]
     web = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
     worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
     site = Site(f"http://127.0.0.1:{port}", worker, folder, env)
@@ -85,15 +84,7 @@ def running_site(folder: Path, **variables: str) -> Iterator[Site]:
 
 def manage(env: Mapping[str, str], *arguments: str) -> str:
     """Run a command of a site's; return what it printed."""
-    return _run(env, *MANAGE, *arguments)
-
-
-def _run(env: Mapping[str, str], *command: str) -> str:
-    done = subprocess.run(
-        command, cwd=EXAMPLE, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python("manage.py", *arguments, env=env, cwd=EXAMPLE)
 
 
 @dataclass

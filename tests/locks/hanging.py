@@ -10,31 +10,31 @@ import pytest
 from django_celery_safe.locks.stores.local import LocalStore
 
 
-class Hanging:
-    """Calls of one method that wait, where ``when`` is true of their arguments."""
-
-    def __init__(self, method: str, when: Callable[..., bool]) -> None:
-        self._method, self._when = getattr(LocalStore, method), when
-        self.began, self.may_go_on = threading.Event(), threading.Event()
-
-    def call(self, store: LocalStore, *args: Any) -> Any:
-        """Do what the method does, if need be later."""
-        if self._when(*args):
-            self.began.set()
-            assert self.may_go_on.wait(60)
-        return self._method(store, *args)
-
-
 @contextmanager
-def hanging(method: str, when: Callable[..., bool] = lambda *args: True) -> Iterator[Hanging]:
-    """Let such calls wait until ``may_go_on``, or the end of the block."""
-    hangs = Hanging(method, when)
+def hanging(
+    method: str, when: Callable[..., bool] = lambda *args: True
+) -> Iterator[threading.Event]:
+    """
+    Let calls of a method wait until the end of the block; gives an event: one has begun.
+
+    Args:
+        when: Is true of the arguments of the calls that wait.
+    """
+    answer = getattr(LocalStore, method)
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def call(store: LocalStore, *args: Any) -> Any:
+        if when(*args):
+            begun.set()
+            assert may_go_on.wait(60)
+        return answer(store, *args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStore, method, lambda store, *args: hangs.call(store, *args))
+        patch.setattr(LocalStore, method, call)
         try:
-            yield hangs
+            yield begun
         finally:
-            hangs.may_go_on.set()
+            may_go_on.set()
 
 
 def in_background(*args: object) -> bool:

@@ -3,8 +3,7 @@
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
 
 import psutil
@@ -104,11 +103,6 @@ def connections_to(port: int) -> int:
     return sum(bool(one.raddr) and one.raddr.port == port for one in found)
 
 
-@contextmanager
-def line_to(port: int) -> Iterator[Line]:
-    """Have such a line during the block."""
-    line = Line(port)
-    try:
-        yield line
-    finally:
-        line.close()
+def line_to(port: int) -> AbstractContextManager[Line]:
+    """Have such a line during a block."""
+    return closing(Line(port))

@@ -4,14 +4,23 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from django_celery_safe import HeldLock, LockBackendError, cache_lock, find_lock, release_lock
+from django_celery_safe import (
+    HeldLock,
+    LockBackendError,
+    cache_lock,
+    find_lock,
+    iter_locks,
+    release_lock,
+)
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.lease import clock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
+from tests.clock import HeldClock
 from tests.processes import wait_for
 
 #: The holder of a lock for which nobody else is named.
@@ -25,6 +34,32 @@ def take_lock(
     outcome = get_store().take(LockRequest(name, token, seconds, by, limit=limit))
     assert isinstance(outcome, Acquired), outcome
     return outcome
+
+
+def acquired(name: str, **options: Any) -> CacheLock:
+    """Return a lock that this thread has just acquired."""
+    lock = cache_lock(name, **options)
+    assert lock.acquire()
+    return lock
+
+
+def uses_of(lock: CacheLock, clock: HeldClock) -> list[tuple[Callable[[], object], object]]:
+    """Return each way to use a held lock of 30 s, with the answer; it is held afterwards."""
+
+    def renew() -> bool:
+        clock.advance(11)
+        return lock.remaining > 25
+
+    return [
+        (lock.ensure, None),
+        (renew, True),
+        (lambda: lock.extend(60), None),
+        (lambda: get_lock(lock.name).token == lock.token, True),
+        (lambda: [one.token == lock.token for one in iter_locks()], [True]),
+        (cache_lock(lock.name).acquire, False),
+        (lock.release, True),
+        (lock.acquire, True),
+    ]
 
 
 def get_lock(name: str) -> HeldLock:

@@ -35,14 +35,13 @@ def test_redis_is_safe(in_redis: None, redis_server: RedisServer) -> None:
     assert left_behind(redis_server) == set()
 
 
-def test_a_database_is_safe(db_alias: str, settings: Settings) -> None:
+def test_a_database_is_safe(in_database: str) -> None:
     """Locks in a database are well, and none is left."""
     from django_celery_safe.models import DatabaseLock
 
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     printed = run("celery_locks", "doctor", "--json")
     assert verdicts(printed) == OF_DATABASE, printed
-    assert not DatabaseLock.objects.using(db_alias).exclude(token="").exists()
+    assert not DatabaseLock.objects.using(in_database).exclude(token="").exists()
 
 
 def test_a_server_that_evicts_is_unsafe(fragile_redis: RedisServer) -> None:

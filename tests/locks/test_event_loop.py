@@ -10,6 +10,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from pytest_django import Settings
 
 from django_celery_safe import CacheLock, ConfigurationError, cache_lock, find_lock
+from tests.locks.renewals import acquired
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -50,8 +51,7 @@ def test_a_lock_is_not_acquired_in_an_event_loop(action: Callable[[CacheLock], A
 @pytest.mark.parametrize("action", OWNERS.values(), ids=OWNERS)
 def test_a_held_lock_is_not_asked_for_in_an_event_loop(action: Callable[[CacheLock], Any]) -> None:
     """ensure() and extend() are refused where an event loop runs; release() works and ends it."""
-    lock = cache_lock("async")
-    assert lock.acquire()
+    lock = acquired("async")
     with pytest.raises(ConfigurationError, match=THE_WAY):
         asyncio.run(in_loop(lambda: action(lock)))
     assert lock.held
@@ -63,8 +63,7 @@ def test_a_lock_in_a_database_is_not_released_in_an_event_loop(
 ) -> None:
     """Where Django refuses to ask a database, the lock is held still, and can be released later."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_alias}
-    lock = cache_lock("async")
-    assert lock.acquire()
+    lock = acquired("async")
     with pytest.raises(ConfigurationError, match=THE_WAY):
         asyncio.run(in_loop(lock.release))
     assert lock.held

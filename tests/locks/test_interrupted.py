@@ -1,6 +1,5 @@
 """Locks after a soft time limit, an error or a change of settings in between."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +16,11 @@ from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
+from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.locks.renewals import get_lock, get_remaining
+from tests.locks.renewals import acquired, get_lock, get_remaining
 from tests.servers import RedisServer
+from tests.statements import raising
 
 
 class InterruptedCache(LocMemCache):
@@ -59,7 +60,8 @@ def store(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[
     path = f"{__name__}.InterruptedCache"
 
     monkeypatch.setitem(stores._STORES, path, f"{__name__}.InterruptedStore")
-    settings.CACHES = {"default": {"BACKEND": path, "LOCATION": "interrupted"}}
+    settings.CACHES = cache_at("interrupted", path)
+    settings.DJANGO_CELERY_SAFE = {}
     yield InterruptedStore
     InterruptedStore.before.clear()
     InterruptedStore.after.clear()
@@ -92,8 +94,7 @@ def test_an_interrupted_block_begins_with_nothing_held(
 
 def test_an_interrupted_release_is_repeated(store: type[InterruptedStore]) -> None:
     """A time limit that hits before the store got the release does not keep the lock."""
-    lock = cache_lock("free")
-    assert lock.acquire()
+    lock = acquired("free")
     store.before["release"] = SoftTimeLimitExceeded()
     with pytest.raises(SoftTimeLimitExceeded):
         lock.release()
@@ -104,10 +105,7 @@ def test_the_thread_outlives_a_log_filter_that_raises(
     store: type[InterruptedStore], clock: HeldClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where not even the error can be logged, locks are renewed nevertheless."""
-
-    def refuse(record: logging.LogRecord) -> bool:
-        raise RuntimeError("no logs today")
-
+    refuse = raising(RuntimeError("no logs today"))
     take_turn, met = renewer.Lane._take_turn, threading.Event()
 
     def stumble(self: renewer.Lane) -> bool:
@@ -131,8 +129,7 @@ def test_the_thread_outlives_a_log_filter_that_raises(
 def test_a_lock_stays_where_it_was_taken(fragile_redis: RedisServer) -> None:
     """Settings that change while a lock is held change nothing for that lock."""
     memory = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
-    lock = cache_lock("moved", timeout=10)
-    assert lock.acquire()
+    lock = acquired("moved", timeout=10)
     with override_settings(CACHES=memory):
         assert find_lock("moved") is None
         lock.ensure()

@@ -20,8 +20,9 @@ from django_celery_safe.locks.stores.local import LocalStore
 from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.locks.hanging import hanging, in_background
-from tests.locks.renewals import free, get_remaining
+from tests.locks.renewals import acquired, free, get_remaining
 from tests.processes import wait_for
+from tests.statements import raising
 
 LEASE = 30
 
@@ -50,8 +51,7 @@ def test_one_thread_renews_all(
         return extend(store, renewals, within)
 
     monkeypatch.setattr(LocalStore, "extend", count)
-    locks = [cache_lock(f"many:{number}", timeout=LEASE) for number in range(50)]
-    assert all(lock.acquire() for lock in locks)
+    locks = [acquired(f"many:{number}", timeout=LEASE) for number in range(50)]
     assert len({thread_of(lock) for lock in locks}) == 1
     clock.advance(9.9)
     assert asked == []
@@ -161,9 +161,9 @@ def test_a_lost_lease_is_lost_at_once(locks_in_memory: None, clock: HeldClock) -
     """When the store says no, the lock is not held, before anybody asks for its new holder."""
     with cache_lock("freed", timeout=LEASE) as lock:
         free("freed")
-        with hanging("peek", in_background) as peek:
+        with hanging("peek", in_background) as asked:
             clock.jump(11, settle=False)
-            assert peek.began.wait(30)
+            assert asked.wait(30)
             assert not lock.held
 
 
@@ -175,17 +175,14 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     told: list[Any] = []
     monkeypatch.setattr(renewing, "emit_in_background", lambda *report: told.append(report))
     if fails:
-
-        def fail(*args: object) -> None:
-            raise LockBackendError("here", "extend", "no answer")
-
-        monkeypatch.setattr(LocalStore, "extend", fail)
-    with hanging("extend") as extend:
+        error = LockBackendError("here", "extend", "no answer")
+        monkeypatch.setattr(LocalStore, "extend", raising(error))
+    with hanging("extend") as extending:
         facts = ("released", "token", LEASE, clock.now() - LEASE, print)
-        lease = Lease(get_store(), *facts, lock=ref(extend))
+        lease = Lease(get_store(), *facts, lock=ref(extending))
         renewer.add(lease)
         thread: Any = lease.lane._thread  # type: ignore[union-attr]
-        assert extend.began.wait(30)
+        assert extending.wait(30)
         renewer.remove(lease)
         # The thread of an hour's lease may hang for as long; finish() has a transaction open.
         monkeypatch.setattr(renewing, "LONGEST_FINISH", 0.1)
@@ -209,8 +206,8 @@ def test_a_renewal_that_hangs_holds_up_no_other(
     with hangs:
         settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}
         hang = hanging("extend", lambda renewals, *within: renewals[0][0] == "hangs")
-        with other, hang as extend:
+        with other, hang as extending:
             for _ in range(4):
                 clock.jump(seconds / 2, settle=False)
-                assert extend.began.wait(30)
+                assert extending.wait(30)
                 wait_for(lambda: other.remaining == seconds, 30, "it is not renewed")

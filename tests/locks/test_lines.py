@@ -18,7 +18,7 @@ from tests.clock import HeldClock
 from tests.conftest import MakeCaches, MakeDatabase
 from tests.locks.hanging import hanging
 from tests.locks.lines import Line, line_to
-from tests.locks.renewals import free
+from tests.locks.renewals import acquired, free
 from tests.processes import wait_for
 from tests.servers import MemcachedServer, RedisServer
 from tests.servers.databases import DatabaseKind
@@ -82,8 +82,7 @@ def test_a_release_at_memcached_whose_answer_is_lost_has_released(
         return cas(self, *args, **options)
 
     cuts: list[int] = []
-    lock = cache_lock("cut off")
-    assert lock.acquire()
+    lock = acquired("cut off")
     monkeypatch.setattr(Client, "cas", cut)
     assert lock.release() is True
     assert cuts
@@ -95,8 +94,7 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     redis_line: Line, losses: list[str]
 ) -> None:
     """A release on a connection that had broken before it tells of a lock that was freed."""
-    lock = cache_lock("freed")
-    assert lock.acquire()
+    lock = acquired("freed")
     free("freed")
     connection = get_store()._connections.idle[-1]  # type: ignore[attr-defined]
     redis_line.drop()
@@ -151,11 +149,10 @@ def test_the_last_release_waits_for_no_renewal(
     #: Others may be those of locks that tests before this one left to their leases.
     closed: list[LocalStore] = []
     monkeypatch.setattr(LocalStore, "close", lambda store: closed.append(store))
-    lock = cache_lock("last", timeout=30)
-    assert lock.acquire()
-    with hanging("extend") as extend:
+    lock = acquired("last", timeout=30)
+    with hanging("extend") as extending:
         clock.jump(11, settle=False)
-        assert extend.began.wait(10)
+        assert extending.wait(10)
         assert lock.release()
         assert get_store() not in closed
     wait_for(lambda: get_store() in closed)

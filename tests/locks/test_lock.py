@@ -16,32 +16,29 @@ from tests.clock import HeldClock
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
 
-def test_a_block_that_never_asked_is_warned_of() -> None:
-    """A block that ran without the lock and did not ask gets a RuntimeWarning; others do not."""
-    with cache_lock("unasked"):
+def test_a_block_has_the_lock_or_not() -> None:
+    """
+    A lock is truthy inside its block when acquired, and falsy when someone else holds it.
+
+    A block that ran without the lock and did not ask gets a RuntimeWarning; others do not.
+    """
+    with cache_lock("unasked") as lock:
+        assert lock
         with (
             pytest.warns(RuntimeWarning, match=r"ran without the lock 'unasked'.*if lock:"),
             cache_lock("unasked"),
         ):
             pass
         with cache_lock("unasked") as asked:
+            assert not asked
+        with cache_lock("unasked") as asked:
             assert not asked.held
         with cache_lock("unasked") as asked:
             assert asked.contender is not None
         with pytest.raises(ZeroDivisionError), cache_lock("unasked"):
             raise ZeroDivisionError
-
-
-def test_a_block_has_the_lock_or_not() -> None:
-    """A lock is truthy inside its block when acquired, and falsy when someone else holds it."""
-    with cache_lock("feed:42") as first:
-        assert first
-        with cache_lock("feed:42") as second:
-            assert not second
-        assert first.held
-    assert not first
-    with cache_lock("feed:42") as third:
-        assert third
+        assert lock.held
+    assert not lock
 
 
 def test_ensure_needs_the_lock() -> None:

@@ -22,7 +22,7 @@ from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches
 from tests.locks.lines import connections_to
-from tests.locks.renewals import get_lock, take_lock
+from tests.locks.renewals import acquired, get_lock, take_lock
 from tests.processes import run_in_processes, wait_for
 from tests.servers import MemcachedServer
 
@@ -62,8 +62,7 @@ def test_a_killed_server_is_not_a_held_lock(
 ) -> None:
     """With the server gone every request is an error, and nobody is told that a lock is held."""
     use(settings, fragile, **options)
-    held = cache_lock("held")
-    assert held.acquire()
+    held = acquired("held")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(cache_lock("held", blocking_timeout=20).acquire)
         asked = fragile.count("cmd_set")
@@ -335,8 +334,7 @@ def test_a_fork_has_connections_of_its_own(memcached: MemcachedServer) -> None:
 
 def fork_and_go_on() -> tuple[str, ...]:
     """Fork with a lock held and a connection open; return how parent and child fared."""
-    lock = cache_lock("parent's")
-    assert lock.acquire()
+    lock = acquired("parent's")
     use_own_locks(0, 1)
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,73 +1,33 @@
 """Locks in any other cache: their promises there, and caches that break in some way."""
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT, BaseCache
+from django.core.cache.backends.locmem import LocMemCache
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock, find_lock
 from django_celery_safe.exceptions import LockBackendError, LockLost
+from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import get_store
 from tests.caches import cache_at
 from tests.clock import HeldClock
-from tests.locks.renewals import get_lock, stop_renewing, take_lock
+from tests.locks.renewals import acquired, get_lock, stop_renewing, take_lock
 
 
-class DictCache(BaseCache):
-    """A dict, with all that the portable store needs of a cache; those below break it."""
-
-    values: ClassVar[dict[str, tuple[Any, float]]] = {}
-    mutex: ClassVar[threading.RLock] = threading.RLock()
-
-    def __init__(self, location: str, params: dict[str, Any]) -> None:
-        super().__init__(params)
-
-    def get(self, key: str, default: Any = None, version: int | None = None) -> Any:
-        """Return what has not ended."""
-        value, ends_at = self.values.get(self.make_key(key, version), (default, 0.0))
-        return value if ends_at > time.monotonic() else default
-
-    def set(
-        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
-    ) -> None:
-        """Keep a value for ``timeout`` seconds."""
-        ends_at = time.monotonic() + self.get_backend_timeout_s(timeout)
-        self.values[self.make_key(key, version)] = (value, ends_at)
-
-    def add(
-        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
-    ) -> bool:
-        """Keep a value if there is none."""
-        with self.mutex:
-            if self.get(key, version=version) is not None:
-                return False
-            self.set(key, value, timeout, version)
-            return True
-
-    def touch(self, key: str, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None) -> bool:
-        """Let a value end later."""
-        with self.mutex:
-            value = self.get(key, version=version)
-            if value is not None:
-                self.set(key, value, timeout, version)
-            return value is not None
-
-    def delete(self, key: str, version: int | None = None) -> bool:
-        """Drop a value."""
-        return self.values.pop(self.make_key(key, version), None) is not None
-
-    def get_backend_timeout_s(self, timeout: Any) -> float:
-        """Return a timeout as seconds."""
-        return float(self.default_timeout or 300) if timeout is DEFAULT_TIMEOUT else float(timeout)
+class UnknownCache(LocMemCache):
+    """A cache that works, and of which the package knows nothing; those below break it."""
 
 
-class ForgetfulCache(DictCache):
+stores._STORES[f"{__name__}.UnknownCache"] = stores._PORTABLE
+
+
+class ForgetfulCache(UnknownCache):
     """Says that it added a value, and keeps none."""
 
     def add(self, key: str, value: Any, *args: Any, **kwargs: Any) -> bool:
@@ -75,7 +35,7 @@ class ForgetfulCache(DictCache):
         return True
 
 
-class RefusingCache(DictCache):
+class RefusingCache(UnknownCache):
     """Adds nothing, though the key is free: some clients do so when the server is gone."""
 
     def add(self, key: str, value: Any, *args: Any, **kwargs: Any) -> bool:
@@ -83,7 +43,7 @@ class RefusingCache(DictCache):
         return False
 
 
-class RaisingCache(DictCache):
+class RaisingCache(UnknownCache):
     """Raises what it likes in the methods that a test names."""
 
     raising: ClassVar[set[str]] = set()
@@ -94,7 +54,7 @@ class RaisingCache(DictCache):
         return super().__getattribute__(name)
 
 
-class LateTouchCache(DictCache):
+class LateTouchCache(UnknownCache):
     """Lets someone else take what it touches, as when the lease ends in between."""
 
     def touch(self, key: str, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None) -> bool:
@@ -111,10 +71,9 @@ def use(settings: Settings) -> Iterator[UseCache]:
     """Let locks live in a cache of this module."""
 
     def use(cache_class: type[BaseCache]) -> None:
-        settings.CACHES = {"default": {"BACKEND": f"{__name__}.{cache_class.__name__}"}}
+        settings.CACHES = cache_at("unknown", f"{__name__}.{cache_class.__name__}")
+        caches["default"].clear()
 
-    DictCache.values.clear()
-    RaisingCache.raising.clear()
     yield use
     RaisingCache.raising.clear()
 
@@ -179,8 +138,7 @@ def test_what_a_cache_raises_is_told(use: UseCache) -> None:
         "delete": ("release", lambda lock: lock.release()),
     }
     for method, (action, request) in requests.items():
-        lock = cache_lock(f"held {method}")
-        assert lock.acquire()
+        lock = acquired(f"held {method}")
         RaisingCache.raising.add(method)
         try:
             with pytest.raises(LockBackendError, match=rf"to {action} .*{method}\(\) is broken"):

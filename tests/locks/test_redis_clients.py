@@ -22,16 +22,13 @@ USES = """
 import django
 django.setup()
 
-import importlib
-import pkgutil
+from importlib import import_module
 
-import django_celery_safe
 from django_celery_safe import cache_lock, find_lock
+from tests.modules import find_modules
 
-for _, name, _ in pkgutil.walk_packages(django_celery_safe.__path__, "django_celery_safe."):
-    # The backends are for django.tasks, which Django 5.2 has not.
-    if ".migrations" not in name and ".backends" not in name:
-        importlib.import_module(name)
+for name in find_modules():
+    import_module(name)
 
 with cache_lock("feed:42") as lock:
     lock.ensure()
@@ -62,6 +59,7 @@ def test_locks_without_django_redis(
     assert run_python("-W", "error", "-c", USES, env=environment) == "done\n"
 
 
+@pytest.mark.repository
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_the_settings_of_the_docs(kind: str, redis_server: RedisServer, settings: Settings) -> None:
     """Each client takes the settings that the docs show, and they mean the same to both."""

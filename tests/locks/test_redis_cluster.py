@@ -16,7 +16,7 @@ from django_celery_safe.locks.stores.redis import TAG
 from tests.caches import CacheSettings, caches_of_cluster
 from tests.clock import HeldClock
 from tests.docs.pages import page
-from tests.locks.renewals import is_answered, wait_and_release
+from tests.locks.renewals import acquired, is_answered, wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisClusterServer
 
@@ -82,6 +82,7 @@ def waiting_for(name: str, cluster: RedisClusterServer) -> Iterator[None]:
         assert waiting.result(30)
 
 
+@pytest.mark.repository
 def test_each_client(cluster: RedisClusterServer, clock: HeldClock) -> None:
     """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
     assert "redis cluster" in get_store().where
@@ -106,8 +107,7 @@ def test_each_client(cluster: RedisClusterServer, clock: HeldClock) -> None:
 
 def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
     """A lock stays held before and after its keys have moved; a new lock is an error."""
-    lock = cache_lock("moving", timeout=60)
-    assert lock.acquire()
+    lock = acquired("moving", timeout=60)
     with movable.moving(TAG) as move:
         for send in (lambda: None, move.send_keys):
             send()
@@ -126,8 +126,7 @@ def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
 
 def test_a_waiter_outlives_a_move(movable: RedisClusterServer) -> None:
     """A waiter goes on waiting at the node that its lock has moved to, and gets the lock."""
-    lock = cache_lock("waited for", timeout=60)
-    assert lock.acquire()
+    lock = acquired("waited for", timeout=60)
     with waiting_for("waited for", movable):
         movable.move(TAG)
         assert lock.release()
@@ -136,8 +135,7 @@ def test_a_waiter_outlives_a_move(movable: RedisClusterServer) -> None:
 def test_nodes_that_are_gone(fragile: RedisClusterServer) -> None:
     """Without the node of the locks each is an error; when it is back, there are new ones."""
     gone = fragile.node_of(TAG)
-    lock = cache_lock("lost", timeout=60)
-    assert lock.acquire()
+    lock = acquired("lost", timeout=60)
     for other in fragile.nodes:
         if other is not gone:
             other.kill()

@@ -14,6 +14,7 @@ from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.locks.lines import connections_to
 from tests.processes import wait_for
 from tests.servers import RedisServer
+from tests.statements import raising
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +47,7 @@ def test_it_closes_with_its_owner(redis_server: RedisServer, before: int) -> Non
 
 def test_an_interrupted_connection_is_closed(redis_server: RedisServer, before: int) -> None:
     """A connection that a signal interrupted before the answer came serves no other command."""
-
-    def interrupt(*args: object) -> None:
-        raise SystemExit
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
+    handler = signal.signal(signal.SIGALRM, raising(SystemExit()))
     try:
         with redis_server.client() as client:
             own = Connections(client)

@@ -30,7 +30,7 @@ from tests.caches import RedisCacheKind, cache_at
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches
 from tests.docs.pages import page
-from tests.locks.renewals import wait_and_release
+from tests.locks.renewals import acquired, uses_of, wait_and_release
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
@@ -63,21 +63,13 @@ def test_forgotten_scripts_are_sent_again(
     in_redis: None, redis_server: RedisServer, clock: HeldClock
 ) -> None:
     """SCRIPT FLUSH harms no holder, no renewal, no waiter and no listing."""
-    lock, other = cache_lock("flushed", timeout=30), cache_lock("flushed")
+    lock = cache_lock("flushed", timeout=30)
     with ThreadPoolExecutor(1) as pool, redis_server.client() as admin:
         admin.script_flush()
         assert lock.acquire()
-        admin.script_flush()
-        clock.advance(11)
-        assert lock.remaining > 25
-        admin.script_flush()
-        lock.ensure()
-        admin.script_flush()
-        assert [one.name for one in iter_locks()] == ["flushed"]
-        admin.script_flush()
-        assert find_lock("flushed") is not None
-        admin.script_flush()
-        assert not other.acquire()
+        for ask, answer in uses_of(lock, clock):
+            admin.script_flush()
+            assert ask() == answer
         waiting = pool.submit(wait_and_release, "flushed")
         redis_server.wait_for_waiters()
         admin.script_flush()
@@ -179,8 +171,7 @@ def test_locks_without_memory(
     fragile_redis: RedisServer, losses: list[str], clock: HeldClock
 ) -> None:
     """A server out of memory says so to who wants a lock; those who have one renew and free it."""
-    locks = [cache_lock(f"held:{number}", timeout=30) for number in range(3)]
-    assert all(lock.acquire() for lock in locks)
+    locks = [acquired(f"held:{number}", timeout=30) for number in range(3)]
     with fragile_redis.client() as admin, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_and_release, "held:0")
         fragile_redis.wait_for_waiters()
@@ -234,8 +225,7 @@ def test_a_garbled_value_is_a_lock_of_someone_unknown(
     """A foreign value under a lock's key is an unknown holder or a clear error."""
     for value in GARBLED.values():
         with redis_server.client() as admin, cache_lock("sound") as sound:
-            spoiled = cache_lock("garbled")
-            assert spoiled.acquire()
+            spoiled = acquired("garbled")
             spoil(admin, key_of("garbled"), value)
             other = cache_lock("garbled")
             assert or_error(other.acquire) in (False, "error")
@@ -315,8 +305,7 @@ def test_a_lock_of_another_type_disturbs_no_other(
 def test_many_waiters_need_no_pool(fragile_redis: RedisServer, settings: Settings) -> None:
     """60 threads wait over a pool of 10 connections: each gets the lock, and the pool works on."""
     settings.CACHES["default"]["OPTIONS"] = {"CONNECTION_POOL_KWARGS": {"max_connections": 10}}
-    lock = cache_lock("wanted")
-    assert lock.acquire()
+    lock = acquired("wanted")
     with ThreadPoolExecutor(60) as pool, fragile_redis.client() as admin:
         waiting = [pool.submit(wait_and_release, "wanted") for _ in range(60)]
         fragile_redis.wait_for_waiters(60)
@@ -368,6 +357,7 @@ def find_refused() -> list[str]:
     return [text.partition(words)[2] for text in texts if words in text]
 
 
+@pytest.mark.repository
 def test_the_commands_that_are_listed_are_enough(admin: Any) -> None:
     """A user that may run the listed commands alone can lock, wait, renew, list and release."""
     with cache_lock("listed", timeout=60) as lock:
@@ -389,6 +379,7 @@ def refusing_by_acl() -> Iterator[None]:
     assert error is None or re.search("ACL does not let.*celery_locks doctor", str(error))
 
 
+@pytest.mark.repository
 def test_a_refused_command_leaves_no_lock_of_nobody(admin: Any) -> None:
     """An acquisition that the ACL refuses holds nothing; the check names the command."""
     for command in [line.split()[0].lower() for line in redis_store.HARMLESS]:

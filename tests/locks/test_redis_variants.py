@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from django.core.cache import cache
@@ -16,12 +17,10 @@ from django_celery_safe.locks.stores import get_store
 from tests.caches import RedisCacheKind
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches
-from tests.locks.renewals import get_lock, take_lock, wait_and_release
+from tests.contract import cases
+from tests.locks.renewals import acquired, take_lock, uses_of, wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisServer
-
-#: The names that each variant locks.
-NAMES = ["feed:42", "ein Name mit Ümlaut\n", "x" * 300]
 
 
 def surround(key: str, prefix: str, version: int) -> str:
@@ -77,12 +76,11 @@ def cut(redis_server: RedisServer, request: pytest.FixtureRequest) -> Iterator["
         yield Cut(admin, f"variant-{abs(hash(request.node.name))}")
 
 
-class Cut:
+class Cut(NamedTuple):
     """Breaks the connections that have a name, and no others."""
 
-    def __init__(self, admin: Any, name: str) -> None:
-        self.admin = admin
-        self.name = name
+    admin: Any
+    name: str
 
     def url(self, url: str) -> str:
         """Return the URL with the name, which also makes it a pool of its own in django-redis."""
@@ -103,59 +101,23 @@ def test_locks_work(
     redis_server: RedisServer,
     cut: Cut,
     clock: HeldClock,
+    tmp_path: Path,
 ) -> None:
     """However the cache is configured, locks exclude, are shown, live on, and end."""
     settings.CACHES = redis_cache_settings(kind, LOCATION=cut.url(redis_server.url), **entry)
-    check_exclusion()
+    for case in (cases.odd_names_are_locks_of_their_own, cases.holder_is_shown):
+        case(tmp_path)
     check_life(cut, clock)
-
-
-def check_exclusion() -> None:
-    """Take locks, and see that they exclude and that they are shown as they are."""
-    locks = [cache_lock(name) for name in NAMES]
-    assert all(lock.acquire() for lock in locks)
-    assert not any(cache_lock(name).acquire() for name in NAMES)
-    listed = {one.name: one for one in iter_locks()}
-    assert sorted(listed) == sorted(NAMES)
-    for lock in locks:
-        for found in (get_lock(lock.name), listed[lock.name]):
-            assert (found.name, found.token, found.fence) == (lock.name, lock.token, lock.fence)
-            assert found.holder.pid
-            assert found.holder.renewed
-            assert found.remaining is not None
-            # The page's clock may be a millisecond ahead of the lease's.
-            assert 28 < found.remaining <= 30.001
-    fences = [lock.fence or 0 for lock in locks]
-    assert fences == sorted(set(fences))
-    assert all(lock.release() for lock in locks)
-    assert not list(iter_locks())
-    assert find_lock(NAMES[0]) is None
-    with cache_lock(NAMES[0]) as again:
-        assert again
 
 
 def check_life(cut: Cut, clock: HeldClock) -> None:
     """Use a lock in each way, each time as the first on a broken connection."""
-    lock = cache_lock("life", timeout=30)
-    assert lock.acquire()
-
-    def renew() -> bool:
-        clock.advance(11)
-        return lock.remaining > 25
-
-    asks: list[tuple[Callable[[], object], object]] = [
-        (lock.ensure, None),
-        (renew, True),
-        (lambda: lock.extend(60), None),
-        (lambda: get_lock("life").token == lock.token, True),
-        (lambda: [one.token == lock.token for one in iter_locks()], [True]),
-        (cache_lock("life").acquire, False),
-        (lock.release, True),
-        (lock.acquire, True),
-    ]
-    for ask, answer in asks:
+    lock = acquired("life", timeout=30)
+    fence: Any = lock.fence
+    for ask, answer in uses_of(lock, clock):
         assert cut()
         assert ask() == answer
+    assert lock.fence > fence
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_and_release, "life")
         wait_for(lambda: cut.admin.info("clients")["blocked_clients"], 20, "nobody waits")

@@ -34,7 +34,7 @@ from django_celery_safe.models import DatabaseLock
 from tests.caches import cache_at
 from tests.clock import HeldClock
 from tests.conftest import MakeCaches, MakeDatabase
-from tests.locks.renewals import get_lock, take_lock
+from tests.locks.renewals import acquired, get_lock, take_lock
 from tests.servers import PostgresServer, RedisServer
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
@@ -112,8 +112,7 @@ def test_a_lock_inside_atomic_on_its_own_database_is_refused(
         cache_lock("x").acquire()
     with without_autocommit(sqlite_alias), pytest.raises(WrongTransaction):
         cache_lock("x").acquire()
-    lock = cache_lock("x")
-    assert lock.acquire()
+    lock = acquired("x")
     # A release that is refused keeps the lock, which can be released after the transaction.
     with transaction.atomic(using=sqlite_alias), pytest.raises(WrongTransaction):
         lock.release()
@@ -222,25 +221,23 @@ def test_a_strict_isolation_level_fails_no_free_lock(
 
 
 @pytest.mark.sql
-def test_two_statements(db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_statements(in_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Acquire and release are a statement each; MySQL needs one more, for the answer."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     monkeypatch.setattr(database, "PRUNES", 0)
     with cache_lock("warm up"):
         pass
-    with CaptureQueriesContext(connections[db_alias]) as asked, cache_lock("counted") as lock:
+    with CaptureQueriesContext(connections[in_database]) as asked, cache_lock("counted") as lock:
         assert lock
-    assert len(asked) == (3 if connections[db_alias].vendor == "mysql" else 2)
+    assert len(asked) == (3 if connections[in_database].vendor == "mysql" else 2)
 
 
 @pytest.mark.sql
 def test_a_fence_outlives_its_lock_for_an_hour(
-    db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    in_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fence grows though a clock is set back; a row that ended an hour ago is deleted."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     last = 9_000_000_000_000_000
-    rows = DatabaseLock.objects.using(db_alias)
+    rows = DatabaseLock.objects.using(in_database)
     with cache_lock("x") as lock, cache_lock("long-ago"):
         rows.update(fence=last)
         found = get_lock("x")
@@ -256,10 +253,9 @@ def test_a_fence_outlives_its_lock_for_an_hour(
 
 @pytest.mark.sql
 def test_a_released_lock_is_free_whatever_the_clock_says(
-    db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    in_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database's clock is set back by ten minutes right after the release."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     with cache_lock("x") as lock:
         before = lock.fence
     for name, text in list(databases.CLOCKS.items()):
@@ -274,10 +270,9 @@ def test_a_released_lock_is_free_whatever_the_clock_says(
 
 @pytest.mark.sql
 def test_a_message_that_is_delivered_twice_at_once_takes_one_place(
-    db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    in_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of two deliveries, which saw both places free, gives its own back."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     holder = Holder(task="t", task_id="twice")
     take_lock("x", "1" * 32, 30, holder, limit=2)
     look, looks = DatabaseStore._held, iter([[HeldLock("other"), None]])

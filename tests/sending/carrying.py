@@ -70,7 +70,7 @@ class Carried:
 
     def deliver_elsewhere(self, message: Message) -> Outcome:
         """Run a message as another process does, while this one is inside a task."""
-        return self.mailbox.deliver_elsewhere(message, self.alias)
+        return self.mailbox.deliver_elsewhere(message)
 
     def make_due(self) -> None:
         """Let the time come at which a relay looks at the rows: leases expire, too."""

@@ -100,7 +100,7 @@ class Staged:
 
     def deliver_elsewhere(self, message: Message) -> Outcome:
         """Run a message as another process does, while this one is inside a step."""
-        return self.mailbox.deliver_elsewhere(message, self.alias)
+        return self.mailbox.deliver_elsewhere(message)
 
     def deliver_all(self, order: str = "abcdefgh") -> None:
         """Run what was sent, and what that sends, of what waits in the order of their names."""
