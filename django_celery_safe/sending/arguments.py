@@ -25,12 +25,6 @@ from ..exceptions import ConfigurationError, NotSerializable
 #: Types of values that contain nothing to check; most items of a long list have one of these.
 PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
-#: Longest text of a call's arguments that is worth making: a lock keeps the first 200 characters.
-LONGEST_SHOWN: Final = 400
-
-#: How many arguments are shown without Celery's help, and the longest text and largest number.
-MOST_PLAIN, LONGEST_PLAIN, LARGEST_PLAIN = 8, 64, 2**63
-
 #: How similar two names must be, up to 1.0, for one to count as a misspelling of the other.
 SLIP: Final = 0.8
 
@@ -102,28 +96,6 @@ def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
     except EncodeError as error:
         raise explain(task, args, kwargs, embedded, serializer, error) from error
     return content_type, encoding, data
-
-
-def show_plain(args: Any, kwargs: Any) -> dict[str, str]:
-    """Return what Celery shows of a few numbers or words, in a tenth of its time; {}: of others."""
-    is_short = type(args) is tuple and len(args) <= MOST_PLAIN and not kwargs
-    if not is_short or not all(map(_is_short, args)):
-        return {}
-    return {"argsrepr": repr(args), "kwargsrepr": "{}"}
-
-
-def _is_short(value: Any) -> bool:
-    if type(value) is int:
-        return -LARGEST_PLAIN < value < LARGEST_PLAIN
-    return type(value) is str and len(value) <= LONGEST_PLAIN and value.isalnum()
-
-
-def show(args: Any, kwargs: Any) -> dict[str, str]:
-    """Return the headers of a message that show its arguments."""
-    from celery.utils.saferepr import saferepr  # not imported with Celery
-
-    values = {"argsrepr": args, "kwargsrepr": kwargs}
-    return {name: saferepr(value, LONGEST_SHOWN) for name, value in values.items()}
 
 
 def explain(

@@ -115,7 +115,9 @@ class Publisher:
         publish: Callable[[], object] = partial(self._publish, message) if now else lambda: None
         try:
             if takes_lock(message, begun=begun):
-                return publish_once(message.options["headers"], publish, again=again)
+                headers = message.options["headers"]
+                header = read_header(headers, message.task)
+                return publish_once(headers, header, publish, again=again)
             publish()
             return None
         except BrokerGone as gone:

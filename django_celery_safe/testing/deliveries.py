@@ -18,6 +18,7 @@ from kombu.message import Message as Delivered
 from kombu.serialization import prepare_accept_content
 
 from ..delivery.call import load_tasks
+from ..delivery.header import read_header
 from ..exceptions import WrongTransaction
 from ..resuming.checkpoints import Cursor
 from ..sending.deduplicate import publish_once
@@ -164,7 +165,8 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
     while (row := rows.pending().order_by("pk").first()) is not None:
         message = to_message(row)
         headers = message.options["headers"]
-        duplicate = publish_once(headers, lambda: None, again=True)
+        header = read_header(headers, message.task)
+        duplicate = publish_once(headers, header, lambda: None, again=True)
         message_table(rows.db).record_sent(row.token, {row.pk: Next(resend_delay(message))})
         if duplicate is None:
             return message.app, as_sent(
