@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,17 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scen
         scenario.add_options(names.add_parser(name, parents=[common], help=scenario.summary))
     every = names.add_parser(ALL, parents=[common], help="all of them, and all deliberate faults")
     every.add_argument("--form", choices=FORMS, default="long", help="default: %(default)s")
-    options = parser.parse_args(arguments)
+    options, rest = common.parse_known_args(arguments)
+    starts = [place for place, word in enumerate(rest) if word in {*known, ALL}] or [0]
+    runs = [rest[begin:end] for begin, end in pairwise([*starts, None])]
     chosen = []
-    for each in commands(options.form, known) if options.name == ALL else [arguments]:
-        run = vars(parser.parse_args([*each, "--seed", str(options.seed)]))
-        given = {name: value for name, value in run.items() if name not in OTHERS}
-        chosen.append((known[run["name"]], known[run["name"]].plan(**given)))
+    while runs:
+        each = parser.parse_args([*runs.pop(0), "--seed", str(options.seed)])
+        if each.name == ALL:
+            runs += commands(each.form, known)
+            continue
+        given = {name: value for name, value in vars(each).items() if name not in OTHERS}
+        chosen.append((known[each.name], known[each.name].plan(**given)))
     return options, chosen
 
 
