@@ -19,12 +19,6 @@ THE_WAY = (
 )
 
 
-def hold(name: str) -> bool:
-    """Hold a lock for a moment, in a function without async."""
-    with cache_lock(name) as lock:
-        return lock.held
-
-
 async def in_loop(action: Callable[[], Any]) -> Any:
     """Do something in the thread of an event loop."""
     return action()
@@ -87,7 +81,8 @@ def test_a_coroutine_is_not_told_that_its_lock_is_free() -> None:
 def test_a_notebook_may_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DJANGO_ALLOW_ASYNC_UNSAFE, as Django's documentation has it for Jupyter, locks work."""
     monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
-    assert asyncio.run(in_loop(lambda: hold("async"))) is True
+    guarded = cache_lock("async")(lambda: find_lock("async") is not None)
+    assert asyncio.run(in_loop(guarded)) is True
 
 
 def test_another_greenlet_may_lock() -> None:

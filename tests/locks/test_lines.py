@@ -189,23 +189,19 @@ def line(db_kind: DatabaseKind, make_database: MakeDatabase, settings: Settings)
         connections[alias].close()
 
 
-def silence_renewal(line: Line, clock: HeldClock) -> None:
-    """Let the renewing thread's connection fall silent, and wait until a renewal is sent on it."""
-    own = line.count
-    clock.advance(11)
-    assert line.count > own
-    line.silence()
-    clock.jump(11, settle=False)
-    assert line.swallowed.wait(30), "nothing is renewed"
-
-
 @pytest.mark.sql
 def test_a_lock_outlives_the_silence_of_the_connection_that_renews_it(
     line: Line, losses: list[str], clock: HeldClock
 ) -> None:
     """While the database answers elsewhere, this and later locks of that length are renewed."""
     with cache_lock("held", timeout=LEASE) as lock:
-        silence_renewal(line, clock)
+        own = line.count
+        clock.advance(11)
+        assert line.count > own
+        # The connection of the thread that renews, which has just been opened.
+        line.silence()
+        clock.jump(11, settle=False)
+        assert line.swallowed.wait(30), "nothing is renewed"
         lock.ensure()
         lock.extend(LEASE + 1)
         with cache_lock("later", timeout=LEASE) as later:

@@ -20,8 +20,6 @@ from tests.locks.renewals import acquired, is_answered, wait_and_release
 from tests.processes import wait_for
 from tests.servers import RedisClusterServer
 
-HOW_TO = "docs/how-to/choose-where-locks-live.md"
-
 #: The socket timeout of clients of a cluster in which nodes fall silent, s.
 SOCKET_TIMEOUT = 1.0
 
@@ -35,7 +33,7 @@ def cluster(
 ) -> RedisClusterServer:
     """The cluster, emptied, with the locks in it by each client; django-redis as in the docs."""
     redis_cluster.flush()
-    blocks = [block.code for block in page(HOW_TO).blocks()]
+    blocks = [block.code for block in page("docs/how-to/choose-where-locks-live.md").blocks()]
     module, code = (code for code in blocks if "ClusterConnectionFactory" in code)
     monkeypatch.setitem(sys.modules, "shop.caches", shop_caches := ModuleType("shop.caches"))
     exec(module, vars(shop_caches))

@@ -336,18 +336,13 @@ def admin(
     """Restricts the user of the docs, who has the locks and may do just what locks need."""
     url = f"redis://locks:secret@{redis_server.host}:{redis_server.port}/0"
     settings.CACHES = redis_cache_settings("django", LOCATION=url)
+    text = page("docs/how-to/choose-where-locks-live.md").text
+    (documented,) = re.findall(r"^ACL SETUSER [^`]+", text, re.MULTILINE)
     with redis_server.client() as admin:
-        admin.execute_command(*documented_acl())
+        admin.execute_command(*documented.split())
         yield admin
         get_store().close()
         admin.acl_deluser("locks")
-
-
-def documented_acl() -> list[str]:
-    """Return the command by which the docs make a user for locks."""
-    text = page("docs/how-to/choose-where-locks-live.md").text
-    (found,) = re.findall(r"^ACL SETUSER [^`]+", text, re.MULTILINE)
-    return str(found).split()
 
 
 def find_refused() -> list[str]:

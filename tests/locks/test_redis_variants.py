@@ -107,11 +107,7 @@ def test_locks_work(
     settings.CACHES = redis_cache_settings(kind, LOCATION=cut.url(redis_server.url), **entry)
     for case in (cases.odd_names_are_locks_of_their_own, cases.holder_is_shown):
         case(tmp_path)
-    check_life(cut, clock)
-
-
-def check_life(cut: Cut, clock: HeldClock) -> None:
-    """Use a lock in each way, each time as the first on a broken connection."""
+    # Each time as the first on a broken connection.
     lock = acquired("life", timeout=30)
     fence: Any = lock.fence
     for ask, answer in uses_of(lock, clock):
