@@ -14,7 +14,6 @@ sent. After the publication the message no longer owns it, so the end of a run c
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
 from ..leases.holder import Holder, describe_arguments
-from ..leases.lease import Lease, Renewal, clock
+from ..leases.lease import Lease, Renewal
 from ..leases.renewer import renewer
 from ..locks import CacheLock, HeldLock
 from ..locks.stores import get_store
@@ -140,29 +139,13 @@ class SentLock:
         elif run_lease.lock is not None:  # it is renewed
             self._lease = run_lease
             run_lease.along = Renewal(self.name, self.token, run_lease.seconds)
-            if not is_carried:
-                self._extend(run_lease.along)
-
-    def renew(self, seconds: float) -> None:
-        """Renew this lock, with a lease of ``seconds``, until the end of a run."""
-        if not self._store.renews:
-            return
-        renewal, alive = Renewal(self.name, self.token, seconds), weakref.ref(self)
-        # Its loss is not reported: it means no more than that a duplicate may be sent.
-        lease = Lease(
-            self._store, *renewal, clock.now(), lambda *lost: None, lock=alive, thread=alive
-        )
-        # Before the request, because the store may shorten the lease although its answer is lost.
-        self._lease = lease
-        renewer.add(lease)
-        self._extend(renewal)
-
-    def _extend(self, renewal: Renewal) -> None:
-        try:
-            if not self._store.extend([renewal])[0]:
-                self._stop_renewing()
-        except CelerySafeError as error:
-            self._emit_not_moved(error)
+            if is_carried:
+                return
+            try:
+                if not self._store.extend([run_lease.along])[0]:
+                    self._stop_renewing()
+            except CelerySafeError as error:
+                self._emit_not_moved(error)
 
     def end_run(
         self, task: Any, error: BaseException | None, lock: CacheLock | None = None
@@ -181,10 +164,8 @@ class SentLock:
 
     def _stop_renewing(self) -> None:
         lease, self._lease = self._lease, None
-        if lease is not None and lease.along is not None:
+        if lease is not None:
             lease.along = None
-        elif lease is not None:
-            renewer.remove(lease)
 
     def _emit_not_moved(self, error: CelerySafeError) -> None:
         """Report an error of the store instead of raising it: the lock ends by its lease."""

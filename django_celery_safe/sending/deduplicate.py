@@ -214,8 +214,6 @@ def run_with_lock(task: Any, header: Header, run: Callable[[], T]) -> T:
     own = as_asked(find_guarded(task) or Guarded(task.run, DEFAULTS, False), header).options
     if own.unique_until == "start":
         sent.move(0)
-    else:
-        sent.renew(conf.get("LOCK_TIMEOUT") if isinstance(own.timeout, conf.Unset) else own.timeout)
     try:
         return run()
     finally:
