@@ -1,7 +1,9 @@
-"""Plain values as texts that a table can keep, as a message would carry them."""
+"""Plain values as texts that a table can keep, as a message would carry them, and its moments."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -40,3 +42,17 @@ def encode(value: Any, longest: int, *, strict: bool = False) -> str:
 def decode(text: str) -> Any:
     """Return the value that a text stands for; "": None."""
     return json.loads(text) if text else None
+
+
+def seconds_until(moment: object) -> float | None:
+    """Return the seconds until a time; None: it is not a time. Numbers are returned as floats."""
+    if isinstance(moment, int | float):
+        return float(moment)
+    if isinstance(moment, str):
+        with suppress(ValueError):  # not a time: whoever receives the message reports that
+            moment = datetime.fromisoformat(moment)
+    if not isinstance(moment, datetime):
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)  # as Celery's worker does
+    return (moment - datetime.now(UTC)).total_seconds()

@@ -21,18 +21,18 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 4,
     "single_instance send": 4,
-    "single_instance run": 21,
-    "unique_until send": 15,
-    "unique_until run": 27,
+    "single_instance run": 17,
+    "unique_until send": 12,
+    "unique_until run": 22,
     "outbox call and commit": 28,
     "carried call and commit": 30,
-    "carried run": 29,
+    "carried run": 28,
     "relay of one": 18,
     "do_once": 6,
-    "idempotent run": 33,
+    "idempotent run": 32,
     "start": 42,
-    "step and next stage": 88,
-    "last step": 60,
+    "step and next stage": 87,
+    "last step": 59,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

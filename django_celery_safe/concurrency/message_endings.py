@@ -38,7 +38,7 @@ def settle(outcome: Outcome) -> None:
     else:
         return
     failure = "A dead run's locks could not be freed and end by their leases."
-    in_background(free, _leave_store, failure)
+    in_background(free, failure)
 
 
 def _free_unless_running(outcome: Outcome, guarded: Guarded | None, sent: SentLock) -> None:
@@ -79,9 +79,3 @@ def _find_run(outcome: Outcome, guarded: Guarded) -> HeldLock | None:
         if held is not None and held.holder.task_id == outcome.request.id:
             return held._replace(name=place)
     return None
-
-
-def _leave_store() -> None:
-    """Close the connection of this thread, if it has its own: it would be dead by the next use."""
-    if (store := get_store()).connects_threads:
-        store.close()

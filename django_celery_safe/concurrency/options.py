@@ -128,15 +128,11 @@ def check_call_options(given: Any) -> None:
                 f"single_instance has no option {name!r} for one call. It has: "
                 f"{', '.join(CALL_OPTIONS)}.{conf.did_you_mean(name, CALL_OPTIONS)}"
             )
-        is_number, wanted = isinstance(value, int | float) and not isinstance(value, bool), ""
-        if name in _CALL_DURATIONS and not is_number:
-            wanted = "a number of seconds"
-        if name == "key" and (not isinstance(value, str | list | tuple) or value == ""):
-            wanted = "a text that is not empty, or a list of argument names"
-        if wanted:
+        kinds = (int, float) if name in _CALL_DURATIONS else (str, list, tuple)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value == "":
             raise ConfigurationError(
-                f"single_instance has {name}={value!r} for one call: it travels in the message, "
-                f"so give {wanted}."
+                f"single_instance has {name}={value!r} for one call: it travels in the message, so "
+                f"give a number of seconds, a text that is not empty, or a list of argument names."
             )
 
 

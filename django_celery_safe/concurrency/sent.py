@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +33,7 @@ from ..leases.renewer import renewer
 from ..locks import CacheLock, HeldLock
 from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
+from ..values import seconds_until
 from .options import Options
 
 
@@ -59,7 +59,7 @@ class SentLock:
     passed_on: float | None = None
     settled: bool = False
     freed: Renewal | None = None
-    #: The lease of the run, if that takes this lock along, or else its own; None: no run goes on.
+    #: The lease of the run, which takes this lock along; None: none does.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
     _pid: int = field(default_factory=lambda: process.pid)
@@ -73,10 +73,12 @@ class SentLock:
         """
         if self.period is not None:
             return self.period
-        store, left = self._store, seconds_until(expires)
+        store, left = self._store, None if expires is None else seconds_until(expires)
         if left is not None and left <= 0:
             return 0.0
-        seconds: float = conf.get("SENT_TIMEOUT") + max(0.0, seconds_until(eta) or 0.0)
+        seconds: float = conf.get("SENT_TIMEOUT")
+        if eta:
+            seconds += max(0.0, seconds_until(eta) or 0.0)
         seconds = seconds if left is None else min(seconds, left)
         return min(max(seconds, store.shortest_lease), store.longest_lease)
 
@@ -293,17 +295,3 @@ def _is_retried(task: Any, error: BaseException) -> bool:
         return False
     not_for = tuple(getattr(task, "dont_autoretry_for", ()))
     return isinstance(error, tuple(task.autoretry_for)) and not isinstance(error, not_for)
-
-
-def seconds_until(moment: object) -> float | None:
-    """Return the seconds until a time; None: it is not a time. Numbers are returned as floats."""
-    if isinstance(moment, int | float):
-        return float(moment)
-    if isinstance(moment, str):
-        with suppress(ValueError):  # not a time: whoever receives the message reports that
-            moment = datetime.fromisoformat(moment)
-    if not isinstance(moment, datetime):
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)  # as Celery's worker does
-    return (moment - datetime.now(UTC)).total_seconds()

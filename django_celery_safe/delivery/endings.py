@@ -22,6 +22,7 @@ from celery import signals, states
 from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from django.db import connections
 
 from ..compat import acknowledges_timeout
 from ..exceptions import CelerySafeError
@@ -236,14 +237,13 @@ def _is_dead(pid: int) -> bool:
     return False
 
 
-def in_background(
-    work: Callable[[], object], close: Callable[[], None], failure: str
-) -> Future[None]:
+def in_background(work: Callable[[], object], failure: str) -> Future[None]:
     """
     Run ``work`` in a thread: the worker's main loop must not wait long for a store or a death.
 
+    The connections to databases that it opens are closed: they would be dead by the next use.
+
     Args:
-        close: Closes the connections that ``work`` opened.
         failure: The log message if ``work`` fails.
 
     Returns:
@@ -252,18 +252,18 @@ def in_background(
     global _background
     if _background is None:
         _background = ThreadPoolExecutor(4, thread_name_prefix="django_celery_safe worker")
-    future = _background.submit(_do_safely, work, close, failure)
+    future = _background.submit(_do_safely, work, failure)
     _unfinished.add(future)
     future.add_done_callback(_unfinished.discard)
     return future
 
 
-def _do_safely(work: Callable[[], object], close: Callable[[], None], failure: str) -> None:
+def _do_safely(work: Callable[[], object], failure: str) -> None:
     try:
         try:
             work()
         finally:
-            close()
+            connections.close_all()
     except CelerySafeError as error:
         logger.warning("%s %s", failure, error)
     except Exception:

@@ -23,7 +23,7 @@ from .. import conf
 from ..exceptions import LockBackendError
 from ..leases.holder import Holder
 from ..locks.stores import get_store
-from ..locks.stores.base import Acquired, LockRequest, Store
+from ..locks.stores.base import SPARES_LOCKS, Acquired, LockRequest, Store
 from .lock_store import check_place, check_server, explain, try_lock
 
 #: By how much the clocks may differ, s.
@@ -91,8 +91,8 @@ def _measure(store: Store) -> Iterator[Finding]:
     yield Finding("warning" if took > lease / 10 else "ok", "round_trip", text)
     yield _judge(*_race(store))
     if (eviction := store.ask_eviction()) is not None:
-        text = f"maxmemory-policy is {eviction.policy}; any but noeviction can delete locks."
-        yield Finding("ok" if eviction.spares_locks else "unsafe", "eviction", text)
+        text = f"maxmemory-policy is {eviction[0]}; any but {SPARES_LOCKS} can delete locks."
+        yield Finding("ok" if eviction[0] == SPARES_LOCKS else "unsafe", "eviction", text)
 
 
 def _judge(first: list[Holding], second: list[Holding]) -> Finding:

@@ -22,7 +22,7 @@ from .. import conf
 from ..exceptions import CelerySafeError, LockBackendError
 from ..leases.holder import describe_holder
 from ..locks.stores import USE_INSTEAD, get_store
-from ..locks.stores.base import LockRequest, Store
+from ..locks.stores.base import SPARES_LOCKS, LockRequest, Store
 from ..texts import describe_error, printable
 
 #: Stands before the id of a message, and is the tag of the checks.
@@ -152,8 +152,9 @@ def _find_eviction(store: Store) -> Iterator[CheckMessage]:
     except LockBackendError as error:
         yield fault("W010", str(error), "Let this user run INFO, and check that the server is up.")
         return
-    if eviction is not None and eviction.max_memory and not eviction.spares_locks:
-        text = f"Locks live in {store.where}: its maxmemory-policy is {eviction.policy}, which "
-        text += "deletes locks when its memory is short."
+    policy, max_memory = eviction or (SPARES_LOCKS, 0)
+    if max_memory and policy != SPARES_LOCKS:
+        text = f"Locks live in {store.where}: its maxmemory-policy is {policy}, which deletes "
+        text += "locks when its memory is short."
         hint = "Set it to noeviction, or give the locks a server or a LOCK_DATABASE of their own."
         yield fault("W002", text, hint)

@@ -180,7 +180,7 @@ class CacheLock:
         """
         name, limit, mine = self.name, self._options.limit, self._mine
         token, renew = os.urandom(16).hex(), store.renews
-        task, request = self.run or _find_run()
+        task, request = self.run or (now := get_current_task(), getattr(now, "request", None))
         holder = describe_holder(task, request, renew, seconds)
         along = self.along if store.carries and limit == 1 else None
         if not store.open_connections:
@@ -438,11 +438,6 @@ def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
     # renewed, after the last reference to the lock is gone.
     lease.lost = True
     LOCK_LOST.emit(CacheLock, name=lease.name, holder=holder_text(now_held))
-
-
-def _find_run() -> tuple[Any, Any]:
-    task = get_current_task()
-    return task, None if task is None else task.request
 
 
 def record_lost(lease: Lease[Store]) -> HeldLock | None:

@@ -291,7 +291,7 @@ def _end_run(outcome: Outcome) -> None:
 def _in_background(act: Callable[[MessageTable, Outcome], object], outcome: Outcome) -> None:
     table = message_table(outcome.header.get("using", DEFAULT_DB_ALIAS))
     failure = "That a carried task has ended could not be recorded; a relay sends it again."
-    in_background(lambda: act(table, outcome), table.close, failure)
+    in_background(lambda: act(table, outcome), failure)
 
 
 def _note(table: MessageTable, outcome: Outcome) -> None:

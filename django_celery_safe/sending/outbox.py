@@ -19,12 +19,12 @@ from django.db import Error as DatabaseError
 from django.db import connections, router, transaction
 
 from .. import conf, databases, queries
-from ..concurrency.sent import seconds_until
 from ..databases import MYSQL, PACKET_BYTES, TESTED, is_read_only, refuse_untested
 from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError
 from ..texts import describe_error, get_logger
 from ..transactions import OUR_TABLES, lacks_table
+from ..values import seconds_until
 from .capture import Message
 from .message_table import message_table
 from .serialization import to_row

@@ -23,11 +23,11 @@ from kombu.common import maybe_declare
 from kombu.serialization import loads
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
-from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
 from ..exceptions import find_soft_time_limit
 from ..locks import HeldLock
 from ..texts import describe_error, get_logger
+from ..values import seconds_until
 from .broker import (
     ONE_WAIT,
     BrokerGone,

@@ -24,7 +24,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
-from ..concurrency.sent import leave_period, seconds_until
+from ..concurrency.sent import leave_period
 from ..databases import is_lost_race, refuse_untested
 from ..delivery.header import read_header
 from ..events import MESSAGE_BROUGHT_BACK, MESSAGE_DEAD, TASK_NOT_RELAYED, TASK_RELAYED
@@ -33,6 +33,7 @@ from ..leases.holder import holder_text
 from ..leases.lease import clock
 from ..texts import describe_error, get_logger
 from ..transactions import DISCONNECTED
+from ..values import seconds_until
 from .broker import BrokerGone
 from .capture import Message
 from .followed import Fault, fail_unrun

@@ -23,7 +23,7 @@ def test_a_new_child_waits_for_background_work(monkeypatch: pytest.MonkeyPatch) 
         may_end.wait(60)
         has_ended.set()
 
-    future = in_background(work, lambda: None, "It failed.")
+    future = in_background(work, "It failed.")
     Timer(0.2, may_end.set).start()
     child = os.fork()
     if child == 0:

@@ -15,7 +15,7 @@ from pymemcache.client.base import Client
 from pytest_django import Settings
 
 from django_celery_safe import ConfigurationError, LockBackendError, cache_lock, find_lock
-from django_celery_safe.leases.holder import Holder
+from django_celery_safe.leases.holder import Holder, hashed_name
 from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.locks.stores import get_store
 from tests.caches import cache_at
@@ -220,7 +220,7 @@ def end_of(server: MemcachedServer, name: str) -> int:
     """Return when the server itself says that a lock's item ends, s since the epoch."""
     with closing(server.client()) as client:
         dump = client.raw_command(b"lru_crawler metadump all", b"END\r\n")
-    ends = re.findall(rf"key=\S*{name} exp=(\d+) ", dump.decode())
+    ends = re.findall(rf"key=\S*{hashed_name(name)[-64:]} exp=(\d+) ", dump.decode())
     assert len(ends) == 1
     return int(ends[0])
 

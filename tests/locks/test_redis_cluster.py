@@ -11,7 +11,6 @@ from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks
 from django_celery_safe.locks.stores import get_store
-from django_celery_safe.locks.stores.base import Eviction
 from django_celery_safe.locks.stores.redis import TAG
 from tests.caches import CacheSettings, caches_of_cluster
 from tests.clock import HeldClock
@@ -84,7 +83,7 @@ def waiting_for(name: str, cluster: RedisClusterServer) -> Iterator[None]:
 def test_each_client(cluster: RedisClusterServer, clock: HeldClock) -> None:
     """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
     assert "redis cluster" in get_store().where
-    assert get_store().ask_eviction() == Eviction("noeviction", 0, spares_locks=True)
+    assert get_store().ask_eviction() == ("noeviction", 0)
     locks = [cache_lock(f"lock:{number}", timeout=30) for number in range(10)]
     for lock in locks:
         assert lock.acquire()

@@ -158,7 +158,8 @@ concurrency.sent:SentLock.claim: a send whose answer was lost keeps later sends 
 -store.release(self.name, self.token)
 +pass
 concurrency.sent:SentLock.lease: a unique task with a countdown can be sent twice before it runs
--+ max(0.0, seconds_until(eta) or 0.0)
+-max(0.0, seconds_until(eta) or 0.0)
++0.0
 concurrency.message_endings:settle: the lock of a killed run is held for a whole lease
 -outcome.pid not in (None, os.getpid())
 +False

@@ -18,6 +18,8 @@ from ...exceptions import ConfigurationError
 from ...leases.holder import HeldLock, Holder
 from ...leases.lease import LeaseStore, Renewal, clock
 
+#: The policy that never deletes a lock, however full the server is.
+SPARES_LOCKS: Final = "noeviction"
 #: First and longest pause between two tries of a waiter that polls, s.
 FIRST_PAUSE: Final = 0.01
 LONGEST_PAUSE: Final = 0.5
@@ -83,21 +85,6 @@ def choose_place(
             return lock
     free = next((place for place, lock in places.items() if lock is None), None)
     return min(locks, key=lambda lock: lock.remaining or 0.0) if free is None else free
-
-
-class Eviction(NamedTuple):
-    """
-    How a server makes room when its memory is short.
-
-    Attributes:
-        policy: The server's name for its policy, such as ``noeviction``.
-        max_memory: Bytes that the server may use; 0: no limit, so nothing is evicted yet.
-        spares_locks: Whether the policy never deletes a lock, however full the server is.
-    """
-
-    policy: str
-    max_memory: int
-    spares_locks: bool
 
 
 class Store(LeaseStore):
@@ -208,8 +195,14 @@ class Store(LeaseStore):
         """Return the lease nearest to ``seconds`` that this store can keep."""
         return min(max(seconds, self.shortest_lease), self.longest_lease)
 
-    def ask_eviction(self) -> Eviction | None:
-        """Ask the server how it makes room when memory is short; None: it can't say."""
+    def ask_eviction(self) -> tuple[str, int] | None:
+        """
+        Ask the server how it makes room when memory is short; None: it can't say.
+
+        Returns:
+            Its name of the policy, and the bytes that it may use; 0: no limit, so nothing is
+            evicted yet. Of several servers, those of the one that is most likely to delete locks.
+        """
         return None
 
     def ask_refused(self) -> list[str] | None:

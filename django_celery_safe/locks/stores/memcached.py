@@ -18,7 +18,7 @@ from pymemcache.client.base import Client
 from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUnexpectedCloseError
 from pymemcache.pool import ObjectPool
 
-from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
+from ...leases.holder import HeldLock, encode_holder, hashed_name, read_lock
 from ...leases.lease import Renewals
 from .base import Acquired, LockRequest, Store
 
@@ -33,8 +33,6 @@ NOT_OURS: Final = {
 PREFIX: Final = "celery_safe:lock:"
 #: The result of ``gets`` for every item on a server without compare-and-set.
 NO_CAS: Final = b"0"
-#: Longest key that memcached accepts, bytes.
-LONGEST_KEY: Final = 250
 #: Tick of the server's clock, s.
 TICK: Final = 1
 #: Expiry that removes an item at once, like DELETE.
@@ -152,10 +150,7 @@ class MemcachedStore(Store):
         return Client(self._server.server, **options)
 
     def _key(self, name: str) -> str:
-        key = str(self._cache.make_key(PREFIX + plain_name(name)))
-        if len(key.encode()) + len(self._server.key_prefix) <= LONGEST_KEY:
-            return key
-        # KEY_PREFIX is long; the limit for names leaves about 50 characters for it.
+        # A key has 250 bytes at the most, and KEY_PREFIX may be long.
         return str(self._cache.make_key(PREFIX + hashed_name(name)))
 
 

@@ -44,7 +44,7 @@ from ...leases.holder import (
 from ...leases.lease import Renewal, Renewals
 from ...texts import describe_error
 from . import redis_scripts as scripts
-from .base import Acquired, Eviction, LockRequest, Store
+from .base import SPARES_LOCKS, Acquired, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, ClusterClient, Connections, Pop
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class RedisStore(Store):
         # A client of a cluster has a pool for each node.
         in_cluster = hasattr(client, "nodes_manager")
         self.where = f'CACHES["{alias}"] (redis{" cluster" if in_cluster else ""})'
+        self._client = client
         self._connections: Any = (ClusterClient if in_cluster else Connections)(client)
         self.open_connections = self._connections.idle
         timeout = self._connections.options.get("socket_timeout")
@@ -242,16 +243,17 @@ class RedisStore(Store):
             if cursor == "0":
                 return
 
-    def ask_eviction(self) -> Eviction:
+    def ask_eviction(self) -> tuple[str, int]:
+        ask, found = self._client.info, list[tuple[str, int]]()
         with self.errors(action := "tell how it evicts keys"):
-            found = [
-                Eviction(policy, int(info.get("maxmemory", 0)), policy == "noeviction")
-                for info in self._connections.ask_memory()
-                if (policy := info.get("maxmemory_policy")) is not None
-            ]
+            is_one = isinstance(self._connections, Connections)
+            nodes = [ask("memory")] if is_one else ask("memory", target_nodes="primaries").values()
+            for node in nodes:
+                if (policy := node.get("maxmemory_policy")) is not None:
+                    found.append((policy, int(node.get("maxmemory", 0))))
         if not found:
             raise LockBackendError(self.where, action, "its INFO says nothing of it")
-        return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
+        return min(found, key=lambda one: (one[0] == SPARES_LOCKS, not one[1]))
 
     def ask_refused(self) -> list[str]:
         own, refused = f"{self._listing}:doctor", []  # no lock's key begins like this

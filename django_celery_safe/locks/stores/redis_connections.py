@@ -112,11 +112,6 @@ class Connections:
             time.sleep(random.uniform(0, PAUSE))  # noqa: S311
         return self._use(self._open(within), command, within), True
 
-    def ask_memory(self) -> list[dict[str, Any]]:
-        """Return what INFO says of the server's memory."""
-        lines = self.ask(("INFO", "memory"))[0].decode().splitlines()
-        return [dict(line.split(":", 1) for line in lines if ":" in line)]
-
     def _take_idle(self, within: float | None) -> Any:
         while self.idle:
             try:
@@ -224,10 +219,6 @@ class ClusterClient:
             return self._send(*command, target_nodes=node), False
         except (exceptions.ConnectionError, exceptions.ClusterDownError):
             return self._send(*command), True
-
-    def ask_memory(self) -> list[dict[str, Any]]:
-        """Return what INFO says of the memory of each primary."""
-        return list(self._client.info("memory", target_nodes=self._client.PRIMARIES).values())
 
 
 def _close(connections: list[Any]) -> None:
