@@ -229,7 +229,7 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
     assert mailbox.deliver(message).state == "IGNORED"
     (of_claim,) = mailbox.take()
     with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(mailbox.deliver_elsewhere, message, sqlite_immediate_alias)
+        again = pool.submit(mailbox.deliver_elsewhere, message)
         try:
             assert inside.wait(30)
             assert mailbox.deliver(of_claim).state == "IGNORED"
