@@ -214,7 +214,7 @@ class Run(NamedTuple):
     Attributes:
         message: The request of its message; None: a direct call, ``.apply()`` or eager mode.
         lock: The lock of the run.
-        mine: What its thread knows of the lock.
+        mine: The state of the lock for its thread, such as the lease.
         work: Calls the task's function with the arguments of the run.
     """
 

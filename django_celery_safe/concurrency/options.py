@@ -254,7 +254,7 @@ def _checked_unique_until(value: Any, name: str) -> Any:
     return conf.LEASE.seconds_or_none(value, name)
 
 
-#: What returns each option, validated: called with its value and its name.
+#: The check of each option: gets its value and its name, and returns the valid value.
 _CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
     "key": checked_key,
     "lock": _checked_lock,

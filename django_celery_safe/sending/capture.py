@@ -69,8 +69,8 @@ def capture(app: Celery, messages: list[Message], send: Callable[..., T]) -> T:
 
     It gets a ``producer`` for its sends; with that, they need none from the app's pool.
 
-    Nothing connects to the broker and, unless there is a chord, to the result backend. Ids,
-    results and argument checks are as in any other send.
+    Nothing connects to the broker. Only a chord connects to the result backend. Ids, results and
+    argument checks are as in any other send.
     """
     app = getattr(app, "_get_current_object", lambda: app)()  # shared tasks have a stand-in
     amqp: Any = app.amqp
@@ -126,7 +126,13 @@ def _register_chord(
     app: Celery, method: str, captured: list[Message], _: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Tell the result backend of a chord now, in one try: the caller may hold rows locked."""
-    getattr(bounded_backend(app, conf.get("OUTBOX_SEND_TIMEOUT")), method)(*args, **kwargs)
+    try:
+        getattr(bounded_backend(app, conf.get("OUTBOX_SEND_TIMEOUT")), method)(*args, **kwargs)
+    except Exception as error:
+        error.add_note(
+            "Nothing was sent. Check the result backend: it has to know a chord before its tasks."
+        )
+        raise
 
 
 def _subscribe_and_wait(consumer: Any, original: Any, result: Any, **kwargs: Any) -> Any:
@@ -163,13 +169,7 @@ class _StandIn:
 
 
 def _keep(
-    app: Celery,
-    messages: list[Message],
-    send: Any,
-    producer: Any,
-    name: str,
-    message: Any,
-    **more: Any,
+    app: Celery, into: list[Message], send: Any, producer: Any, name: str, message: Any, **more: Any
 ) -> None:
     context = copy_context()
     try:
@@ -187,7 +187,7 @@ def _keep(
             name: value if type(value) in PLAIN else copy.deepcopy(value)
             for name, value in publishing["headers"].items()
         }
-        messages.append(
+        into.append(
             Message(
                 app=app,
                 task=name,

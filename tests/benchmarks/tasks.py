@@ -6,10 +6,10 @@ level INFO. Broker and locks have a Redis each, so that what locks ask is counte
 apart. The worker is paused while a batch is sent, and then works it off: neither slows
 the other. Each call has an argument, and so a key, of its own: all of them run.
 
-Each batch is set against the floor's of the same round. Of the worker's main process, which
-hands over any task in the same way, the floor's CPU counts for all: it is two thirds of a
-run, and differs by a tenth from batch to batch by chance. ``plain again`` shows how far to
-trust the figures.
+Each batch is compared with the floor's batch of the same round. The worker's main process does
+the same for every task, and its CPU differs by chance, by a tenth from batch to batch. It is two
+thirds of a run. So the main process of the floor's batch counts for all. ``plain again`` shows
+how far to trust the figures.
 """
 
 import gc

@@ -37,7 +37,7 @@ class WorkerNemesis:
     ) -> None:
         self.random = random.Random(f"{plan.seed}:nemesis")
         self.workers, self.witness = workers, witness
-        #: What does each harm; False: it could not be done now.
+        #: The function for each harm; it returns False if the harm was not possible now.
         self.ways: dict[str, Callable[[], object]] = {
             "children killed": self.kill_some_child,
             "workers killed": self.kill_worker,

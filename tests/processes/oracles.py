@@ -61,8 +61,8 @@ class Gauge:
     """
     Sees whether two are inside a critical section at once.
 
-    Who enters takes the kernel's lock of the section's file, which ends with the process. An entry
-    is not alone if somebody else has that lock.
+    An entry takes the kernel's lock of the section's file, which ends with the process. If somebody
+    else has that lock, the entry is not alone.
     """
 
     folder: Path

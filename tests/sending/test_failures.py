@@ -14,8 +14,8 @@ from kombu.exceptions import OperationalError
 from django_celery_safe import send_on_commit
 from django_celery_safe.signals import task_send_failed, task_sent
 from tests.app.models import Person
-from tests.app.tasks import add, total
-from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, refusing, rolled_back
+from tests.app.tasks import add
+from tests.sending.conftest import ONE_TRY, MakeApp, count_calls, hearing, rolled_back
 from tests.sending.published import Sent, ids_in
 from tests.servers import RedisServer
 
@@ -88,23 +88,24 @@ def test_the_others_go_out_when_the_broker_refuses_one_message(
     assert chained.send_error is None
 
 
-def test_only_a_chord_needs_its_result_backend(make_app: MakeApp, sent: Sent) -> None:
-    """Others go out if it is gone; a chord that could never complete is an error at the call."""
-    app = make_app(result_backend=refusing())
-    task = app.tasks[add.name]
+def test_a_chord_is_known_at_the_call(make_app: MakeApp, redis_server: RedisServer) -> None:
+    """Its result backend counts before its first task can end."""
+    task = make_app().tasks[add.name]
+    with transaction.atomic(), redis_server.client(db=2) as results:
+        send_on_commit(chord([task.s(1), task.s(2)], task.s()), outbox=True)
+        assert list(map(results.get, results.keys("*.s"))) == [b"2"]
+
+
+@pytest.mark.parametrize("url", [None, "redis://127.0.0.1:1/0"], ids=["none", "gone"])
+def test_only_a_chord_needs_it(url: str | None, make_app: MakeApp, sent: Sent) -> None:
+    """Others go out without; a chord that could never complete is an error at the call."""
+    task = make_app(result_backend=url).tasks[add.name]
     with transaction.atomic():
-        with pytest.raises(redis.ConnectionError):
-            send_on_commit(chord([task.s(1), task.s(2)], app.tasks[total.name].s()))
+        with pytest.raises((redis.ConnectionError, NotImplementedError)) as refused:
+            send_on_commit(chord([task.s(1), task.s(2)], task.s()))
+        assert refused.value.__notes__[0].startswith("Nothing was sent. Check the result backend")
         alone = task.delay_on_commit(3)
-    assert alone.send_error is None
     assert [message.id for message in sent()] == [alone.id]
-
-
-def test_a_chord_without_result_backend_is_an_error_at_the_call(make_app: MakeApp) -> None:
-    """The project learns before the commit that chords need a result backend."""
-    task = make_app(result_backend=None).tasks[add.name]
-    with transaction.atomic(), pytest.raises(NotImplementedError, match="result backend"):
-        send_on_commit(chord([task.s(1), task.s(2)], task.s()))
 
 
 def test_a_chord_of_a_backend_that_does_not_count_is_watched(

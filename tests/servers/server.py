@@ -40,7 +40,7 @@ class Server(Started):
         self.programs = find_programs_folder(self.program, *self.companions)
         self.identity: dict[str, Any] = identity() if self.refuses_root else {}
         self.folder = make_folder(f"safe-{self.name}-", self.identity)
-        #: What ends when it is closed: its hold on its ports, and programs beside it.
+        #: Its hold on its ports, and programs beside it: they end when it is closed.
         self._owned = ExitStack()
         self.port = self._reserve_port()
         self._prepared = False

@@ -69,7 +69,7 @@ class Story:
             client.zadd("unacked_index", {tag: long_ago}, xx=True)
 
     def until_copied(self) -> None:
-        """Wait until the worker's log tells of a copy."""
+        """Wait until the worker has logged that it sent a copy."""
         told = re.compile(f"{self.id}.*a copy arrives|a copy arrives.*{self.id}")
         self.room.until(lambda: told.search(self.worker.log), "no copy", PATIENCE)
 

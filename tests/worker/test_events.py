@@ -123,7 +123,7 @@ Action = Callable[[Scene], Any]
 
 
 class Step(NamedTuple):
-    """What happens, the locks that are then held, and how soon (0: at once)."""
+    """An event, the locks that are held after it, and within which time (0: at once)."""
 
     action: Action
     locks: Locks
@@ -480,7 +480,7 @@ def scene(stage: CeleryWorker, tmp_path: Path) -> Iterator[Scene]:
             scene.worker.resume()
 
 
-#: Those that need more than the worker that others share are long.
+#: Events that need a worker of their own are long.
 PLAYS = [
     pytest.param(
         stage,

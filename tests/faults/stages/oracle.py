@@ -18,7 +18,7 @@ from tests.faults.oracle import Findings, Oracle, scarce
 from tests.faults.scenario import Witness
 from tests.faults.stages.plan import TWICE, Plan
 
-#: What the nemesis does, in the order in which it is shown.
+#: The harms that the nemesis does, in the order of the report.
 HARMS = ("children killed", "workers killed", "killed inside a step", "broker restarted")
 
 
