@@ -66,7 +66,7 @@ class ServerMicroseconds(Func):
 
 
 CLOCKS: Final = {
-    "postgresql": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS bigint)",
+    "postgresql": "CAST(date_part('epoch', clock_timestamp()) * 1000000 AS bigint)",
     "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000000 AS integer)",
     MYSQL: "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
 }

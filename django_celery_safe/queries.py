@@ -9,7 +9,7 @@ quotes, and what reads a changed row. All other statements are the ORM's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +42,7 @@ CLOCKS: Final = {
 }
 
 
-def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> int:
+def execute(alias: str, name: str, ids: Sequence[int] = (), /, **values: Any) -> int:
     """
     Execute a statement; return how many rows it changed.
 
@@ -50,31 +50,32 @@ def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) ->
         ids: The keys that it has for ``:ids``.
     """
     connection = connections[alias]
-    sql = _place(_find(connection.vendor, name)[0], [*ids], values)
+    sql = _place(_find(connection.vendor, name)[0], ids, values)
     with connection.cursor() as cursor:
         cursor.execute(sql, values)
         return int(cursor.rowcount)
 
 
-def fetch(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> list[Any]:
+def fetch(alias: str, name: str, ids: Sequence[int] = (), /, **values: Any) -> list[Any]:
     """Execute a statement, as :func:`execute` does; return the rows that it finds or changes."""
-    connection, keys = connections[alias], [*ids]
+    connection = connections[alias]
     sql, reread = _find(connection.vendor, name)
     with connection.cursor() as cursor:
-        cursor.execute(_place(sql, keys, values), values)
+        cursor.execute(_place(sql, ids, values), values)
         if reread:
             if not cursor.rowcount:
                 return []
-            cursor.execute(_place(reread, keys, values), values)
+            cursor.execute(_place(reread, ids, values), values)
         return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 
 def _place(sql: str, ids: Sequence[int], values: dict[str, Any]) -> str:
     """Give a statement its keys: one as a parameter, for which a client knows the text already."""
-    if len(ids) == 1:
+    if len(ids) > 1:
+        return sql.replace(IDS, ", ".join(map(str, ids)))
+    if ids:
         values["ids"] = ids[0]
-        return sql
-    return sql.replace(IDS, ", ".join(map(str, ids)))
+    return sql
 
 
 def insert(
@@ -117,7 +118,8 @@ def _find(vendor: str, name: str) -> tuple[str, str]:
 
     Beside it is the SELECT of the changed rows, where UPDATE returns none; "": none is needed.
     """
-    text, _, changed = _read()[name].partition("\n-- changed: ")
+    texts = _read()
+    text, _, changed = texts.get(f"{name}_of_{vendor}", texts[name]).partition("\n-- changed: ")
     reread = ""
     if vendor != MYSQL:
         text = text.replace("_binary ", "")

@@ -166,12 +166,11 @@ WHERE run_id = :run AND stage IN (:stage, :stage + 1) AND NOT EXISTS (
 ORDER BY stage, position
 
 -- take_lock --
-INSERT INTO django_celery_safe_databaselock ("key", token, holder, fence, ends_at_us)
+INSERT INTO django_celery_safe_databaselock AS held ("key", token, holder, fence, ends_at_us)
 VALUES (:key, :token, :holder, GREATEST(MICROS, :after), MICROS + :lease)
 ON CONFLICT ("key") DO UPDATE SET token = excluded.token, holder = excluded.holder,
-    fence = GREATEST(django_celery_safe_databaselock.fence + 1, excluded.fence),
-    ends_at_us = excluded.ends_at_us
-WHERE django_celery_safe_databaselock.ends_at_us <= MICROS
+    fence = GREATEST(held.fence + 1, excluded.fence), ends_at_us = excluded.ends_at_us
+WHERE held.ends_at_us <= MICROS
 RETURNING fence
 
 -- take_lock_of_mysql --
@@ -183,8 +182,14 @@ ON DUPLICATE KEY UPDATE token = IF(ends_at_us <= MICROS, :token, token),
     ends_at_us = IF(ends_at_us <= MICROS, MICROS + :lease, ends_at_us)
 
 -- free_lock --
-UPDATE django_celery_safe_databaselock SET token = '', holder = '', ends_at_us = -MICROS
+UPDATE django_celery_safe_databaselock SET token = '', holder = '', ends_at_us = -ends_at_us
 WHERE "key" = :key AND token = :token
+
+-- drop_old_locks --
+DELETE FROM django_celery_safe_databaselock
+WHERE ABS(ends_at_us) < MICROS - :kept AND "key" > :after AND "key" <= (
+    SELECT MAX("key") FROM (SELECT "key" FROM django_celery_safe_databaselock WHERE "key" > :after
+        ORDER BY "key" LIMIT :most) AS looked_at)
 
 -- read_clock --
 SELECT MICROS

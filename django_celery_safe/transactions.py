@@ -81,16 +81,17 @@ def in_atomic(alias: str) -> bool:
     return any(not _is_of_testcase(block) for block in connection.atomic_blocks)
 
 
-def is_transaction_open(alias: str) -> bool:
+def is_transaction_open(connection: Any) -> bool:
     """
     Return whether the project has a transaction open here, which hides writes from others.
 
     That is an ``atomic()``, or autocommit is off. May connect; raises the database's error if
     that fails.
     """
-    connection = connections[alias]
-    is_manual = not connection.in_atomic_block and not connection.get_autocommit()
-    return in_atomic(alias) or is_manual
+    if connection.in_atomic_block:
+        return in_atomic(connection.alias)
+    is_known = connection.connection is not None and connection.autocommit
+    return not (is_known or connection.get_autocommit())
 
 
 def reconnect(alias: str) -> None:
@@ -285,12 +286,18 @@ def _execute_repeatedly(
     may then have two rows, which are claimed and ended together, or sent one after the other.
     """
     connection = context["connection"]
-    is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
-    if not (is_ours and OUR_STATEMENTS.match(sql)):
-        return execute(sql, params, many, context)
     session = connection.connection
+    try:
+        return execute(sql, params, many, context)
+    except DISCONNECTED as error:
+        is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
+        if not (is_ours and OUR_STATEMENTS.match(sql)):
+            raise
+        failures = [error]
     for attempt in Attempts(connection.alias, "A statement"):
         with attempt:
+            if failures:
+                raise failures.pop()
             if connection.connection is not session:
                 # The caller reads the answer from its own cursor.
                 context["cursor"].cursor = connection.cursor().cursor

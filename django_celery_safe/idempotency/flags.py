@@ -124,7 +124,7 @@ class IdempotentMixin:
         alias = router.db_for_write(model) if using is None else using
         refuse_untested(alias, "do a thing once for a row")
         once = _Once(model, pk, flag, alias, nowait=nowait)
-        if durable and is_transaction_open(alias):
+        if durable and is_transaction_open(connections[alias]):
             raise WrongTransaction(
                 f"do_once({once.label}) was called inside another transaction on {alias!r}, or "
                 f"with autocommit off there: a rollback would clear the flag. Call it outside "

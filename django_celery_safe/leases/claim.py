@@ -218,7 +218,7 @@ class Claim:
             ConfigurationError: The code that calls this is already doing the same work.
         """
         alias = self.table.alias
-        if is_transaction_open(alias):
+        if is_transaction_open(connections[alias]):
             raise WrongTransaction(
                 f"{what} can't begin inside a transaction on {alias!r}, or with autocommit off "
                 f"there: other processes would not see that it is running, and a rollback would "

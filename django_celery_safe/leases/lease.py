@@ -142,7 +142,7 @@ class LeaseStore(ABC):
         """Close this thread's connection to the store, and connections that no thread uses."""
 
     @contextmanager
-    def errors(self, action: str) -> Iterator[None]:
+    def errors(self, action: str) -> Iterator[Any]:
         """Turn the client's errors into :class:`LockBackendError` for ``action``."""
         try:
             yield

@@ -34,7 +34,7 @@ class Migration(migrations.Migration):
                 ('token', django_celery_safe.models.columns.ExactCharField(max_length=32)),
                 ('fence', models.BigIntegerField()),
                 ('holder', django_celery_safe.models.columns.ExactTextField()),
-                ('ends_at_us', models.BigIntegerField(db_index=True)),
+                ('ends_at_us', models.BigIntegerField()),
             ],
             options={
                 'verbose_name': 'row of a lock',

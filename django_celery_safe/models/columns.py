@@ -34,6 +34,10 @@ class ExactCharField(_Exact, _CharField):
     MySQL would treat ``order:ABC`` and ``order:abc`` as equal, and ignore a trailing space.
     """
 
+    def db_type(self, connection: Any) -> str:
+        """Return Django's type by another name: to a key that is a varchar it adds an index."""
+        return str(super().db_type(connection)).replace("varchar", "character varying")
+
 
 class ExactTextField(_Exact, _TextField):
     """A long text of any characters, whatever the character set of the database."""

@@ -53,7 +53,7 @@ class DatabaseLock(models.Model):
     #: Name and holder as JSON; see ``encode_holder``.
     holder = ExactTextField()
     #: End of the lease by the database server's clock, µs since the epoch.
-    ends_at_us = models.BigIntegerField(db_index=True)
+    ends_at_us = models.BigIntegerField()
 
     class Meta:
         verbose_name = _("row of a lock")

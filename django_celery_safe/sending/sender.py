@@ -232,7 +232,7 @@ class OutboxSender(Sender):
             return set(self._kept)
         name = "find_written" if in_time else "hold_messages"
         values = {"token": self.token, "held": self.held}
-        return {pk for (pk,) in queries.fetch(self.using, name, self._kept, **values)}
+        return {pk for (pk,) in queries.fetch(self.using, name, [*self._kept], **values)}
 
     def _send_kept(self, pk: int, send: Send, message: Message, outcomes: dict[int, Next]) -> None:
         """Publish a message unless its eta is far away; set what its row is to say."""

@@ -1,16 +1,14 @@
 """
-Cost of a free lock on Redis: acquire + release, as a ratio to the least it can cost.
+Cost of a free lock: acquire + release, as a ratio to the least it can cost.
 
-The floor is raw redis-py with hiredis: SET NX PX, then a registered script that
-compares and deletes. Beside it stand the same two commands without redis-py's pool, and the
-scripts of our own store on a bare socket: the least that our locks can cost in Python.
-Beside ours stand the locks that a Django project would use else.
+The floor on Redis is raw redis-py with hiredis: SET NX PX, then a registered script that
+compares and deletes. Beside ours stand the locks that a Django project would use else. The floor
+on PostgreSQL is an upsert and a DELETE by hand, through Django's cursor.
 """
 
-import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -19,15 +17,23 @@ import redis
 import redis_lock
 from django.conf import settings
 from django.core.cache import caches
+from django.db import connections
 from redis.lock import Lock
 
 from django_celery_safe import cache_lock
-from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder, encode_holder
+from django_celery_safe.databases import CLOCKS
+from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import LockRequest
-from django_celery_safe.locks.stores.redis_scripts import ACQUIRE, RELEASE
 from tests.benchmarks.report import Figure, interleaved, least
-from tests.benchmarks.tools import BACKENDS, caches_on, in_process, keep_locks_in
+from tests.benchmarks.tools import (
+    BACKENDS,
+    caches_on,
+    count_queries,
+    databases,
+    in_process,
+    keep_locks_in,
+)
 from tests.servers import RedisServer, ServerPool
 
 #: The lease in every candidate, seconds.
@@ -39,10 +45,9 @@ ROUNDS = 40
 #: of its dicts.
 PROCESSES = 5
 
-#: The floors: redis-py, its Connection without the pool, our scripts on that, and on a socket.
-RAW, RAW_KEPT = "raw", "raw, kept Connection"
-KEPT, BARE = "our scripts, kept Connection", "our scripts, bare socket"
-FLOORS = (RAW, RAW_KEPT, KEPT, BARE)
+#: The floors, and ours on PostgreSQL.
+RAW, BY_HAND = "raw", "by hand"
+DATABASE = "PostgreSQL"
 
 #: Places of a lock that several hold, two of which are held.
 PLACES = 3
@@ -53,15 +58,29 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) 
 return 0
 """
 
+UPSERT = f"""
+INSERT INTO django_celery_safe_databaselock AS lock (key, token, holder, fence, ends_at_us)
+VALUES (%s, %s, %s, 1, {CLOCKS["postgresql"]} + %s)
+ON CONFLICT (key) DO UPDATE SET token = excluded.token, holder = excluded.holder,
+    fence = lock.fence + 1, ends_at_us = excluded.ends_at_us
+WHERE lock.ends_at_us <= {CLOCKS["postgresql"]} RETURNING fence
+"""
+DELETE = "DELETE FROM django_celery_safe_databaselock WHERE key = %s AND token = %s"
+
 Candidate = Callable[[], object]
 
 
 def run(servers: ServerPool) -> list[Figure]:
-    """Measure ours, the floors and the peers in the same rounds, then count round trips."""
+    """Measure ours, the floors and the peers in the same rounds, then count what they ask."""
+    return [*on_redis(servers), *on_database(servers)]
+
+
+def on_redis(servers: ServerPool) -> list[Figure]:
+    """Measure in several processes, and count round trips in this one."""
     measured = [in_process(measure) for _ in range(PROCESSES)]
 
-    def over(name: str, other: str) -> float:
-        return statistics.fmean(times[name] / times[other] for times in measured)
+    def over(name: str) -> float:
+        return statistics.fmean(times[name] / times[RAW] for times in measured)
 
     raw = statistics.fmean(times[RAW] for times in measured)
     server = servers.redis
@@ -69,13 +88,8 @@ def run(servers: ServerPool) -> list[Figure]:
         ours = {**{alias: ours_on(alias) for alias in BACKENDS}, LIMITED: ours_of_several()}
         figures = [Figure("raw, µs", raw, note=describe_floor())]
         for name in [name for name in measured[0] if name != RAW]:
-            note = "ours" if name in ours else "floor" if name in FLOORS else "peer"
-            figures.append(Figure(f"{name} / {RAW}", over(name, RAW), note=note))
-        figures += [
-            Figure(f"{alias} / {other}", over(alias, other), note="ours")
-            for alias in BACKENDS
-            for other in (BARE, KEPT)
-        ]
+            note = "ours" if name in ours else "peer"
+            figures.append(Figure(f"{name} / {RAW}", over(name), note=note))
         note = "at the server"
         figures += [
             Figure(f"{name}: round trips", trips_of(server, 200, call), note=note)
@@ -88,17 +102,47 @@ def run(servers: ServerPool) -> list[Figure]:
         ]
 
 
+def on_database(servers: ServerPool) -> list[Figure]:
+    """Measure in several processes, and count queries in the last one."""
+    with databases(servers, DATABASE):
+        measured = [in_process(measure_database) for _ in range(PROCESSES)]
+    over = statistics.fmean(times[DATABASE] / times[BY_HAND] for times in measured)
+    queries = measured[-1]["queries"]
+    return [
+        Figure(f"{BY_HAND}, µs", statistics.fmean(times[BY_HAND] for times in measured)),
+        Figure(f"{DATABASE} / {BY_HAND}", over, note="ours; an upsert and a DELETE"),
+        Figure(f"{DATABASE}: queries", queries, note="of acquire + release"),
+    ]
+
+
+def measure_database() -> dict[str, float]:
+    """Return the least µs of each candidate on PostgreSQL, and how many queries ours makes."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": DATABASE}
+
+    def ours() -> None:
+        acquire_and_release("benchmark")
+
+    def by_hand() -> None:
+        row = ["by hand", "0" * TOKEN_LENGTH, "{}", LEASE * 1_000_000]
+        with connections[DATABASE].cursor() as cursor:
+            cursor.execute(UPSERT, row)
+            assert cursor.fetchone()
+        with connections[DATABASE].cursor() as cursor:
+            cursor.execute(DELETE, row[:2])
+            assert cursor.rowcount == 1
+
+    times = interleaved({BY_HAND: by_hand, DATABASE: ours}, ROUNDS)
+    queries = count_queries(DATABASE, ours)
+    return {name: least(values) for name, values in times.items()} | {"queries": queries}
+
+
 def measure() -> dict[str, float]:
     """Return the least µs of each candidate, in a process and at a server of their own."""
     with ExitStack() as stack:
         server = stack.enter_context(RedisServer())
         stack.enter_context(caches_on(server))
         client = stack.enter_context(server.client())
-        connection = redis.Connection(host=server.host, port=server.port)
-        stack.callback(connection.disconnect)
-        connection.connect()
-        bare = stack.enter_context(socket.create_connection((server.host, server.port)))
-        candidates = {RAW: floor(client), **floors_on(connection, bare, server)}
+        candidates = {RAW: floor(client)}
         candidates |= {alias: ours_on(alias) for alias in BACKENDS}
         candidates |= {LIMITED: ours_of_several(), **peers(client)}
         return {name: least(values) for name, values in interleaved(candidates, ROUNDS).items()}
@@ -113,45 +157,6 @@ def floor(client: "redis.Redis") -> Candidate:
         assert release(keys=["floor"], args=["token"])
 
     return acquire_and_release
-
-
-def floors_on(connection: Any, bare: socket.socket, server: RedisServer) -> dict[str, Candidate]:
-    """Return the same without client and pool, and the scripts of our lock without our lock."""
-    with server.client() as client:
-        digest = client.script_load(COMPARE_AND_DELETE)
-        for script in (ACQUIRE, RELEASE):
-            client.script_load(script.source)
-    holder = encode_holder("bare", Holder("benchmark", 4711, time.time(), True, lease=float(LEASE)))
-    token, milliseconds = "0" * TOKEN_LENGTH, str(LEASE * 1000)
-    keys = ("bare:lock", "bare:fence", "bare:locks")
-    scripts = [
-        packed("EVALSHA", ACQUIRE.sha, "3", *keys, token, milliseconds, holder),
-        packed("EVALSHA", RELEASE.sha, "2", keys[0], keys[2], token),
-    ]
-
-    def ask_all(requests: Sequence[bytes]) -> None:
-        for request in requests:
-            connection.send_packed_command([request])
-            assert connection.read_response()
-
-    def ask_raw() -> None:
-        ask_all([
-            packed("SET", "kept", "token", "NX", "PX", milliseconds),
-            packed("EVALSHA", str(digest), "1", "kept", "token"),
-        ])  # fmt: skip
-
-    def ask_bare() -> None:
-        for request, answer in zip(scripts, (b"*2", b":1"), strict=True):
-            bare.sendall(request)
-            assert bare.recv(4096).startswith(answer)
-
-    return {RAW_KEPT: ask_raw, KEPT: lambda: ask_all(scripts), BARE: ask_bare}
-
-
-def packed(*words: str) -> bytes:
-    """Return a command as the server reads it."""
-    parts = [f"${len(word.encode())}\r\n{word}\r\n" for word in words]
-    return "".join([f"*{len(words)}\r\n", *parts]).encode()
 
 
 def ours_of_several() -> Candidate:
@@ -170,13 +175,18 @@ def ours_on(alias: str, name: str = "benchmark", **options: Any) -> Candidate:
 
     chosen = settings.DJANGO_CELERY_SAFE
 
-    def acquire_and_release() -> None:
+    def ours() -> None:
         chosen["LOCK_CACHE"] = alias  # at the cost of nothing else
-        lock = cache_lock(name, timeout=LEASE, **options)
-        assert lock.acquire()
-        assert lock.release()
+        acquire_and_release(name, **options)
 
-    return acquire_and_release
+    return ours
+
+
+def acquire_and_release(name: str, **options: Any) -> None:
+    """Acquire and release a free lock of ours."""
+    lock = cache_lock(name, timeout=LEASE, **options)
+    assert lock.acquire()
+    assert lock.release()
 
 
 def working_on(alias: str) -> Candidate:

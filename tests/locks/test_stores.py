@@ -235,17 +235,18 @@ def test_two_statements(in_database: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_fence_outlives_its_lock_for_an_hour(
     in_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fence grows though a clock is set back; a row that ended an hour ago is deleted."""
+    """A fence grows though a clock is set back; rows that ended an hour ago are deleted."""
     last = 9_000_000_000_000_000
     rows = DatabaseLock.objects.using(in_database)
-    with cache_lock("x") as lock, cache_lock("long-ago"):
+    with cache_lock("x") as lock, cache_lock("long-ago"), cache_lock("y"):
         rows.update(fence=last)
         found = get_lock("x")
     assert (found.fence, found.holder.pid) == (last, os.getpid())
     assert set(rows.values_list("token", "holder")) == {("", "")}
     assert not list(iter_locks())
-    rows.filter(key="long-ago").update(ends_at_us=F("ends_at_us") + database.KEPT_US)
+    rows.exclude(key="x").update(ends_at_us=F("ends_at_us") + 2 * database.KEPT_US)
     monkeypatch.setattr(database, "PRUNES", 1)
+    monkeypatch.setattr(database, "LOOKED_AT", 1)  # the first row, and the one that follows
     with lock:
         assert lock.fence == last + 1
         assert list(rows.values_list("key", flat=True)) == ["x"]

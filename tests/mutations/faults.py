@@ -44,7 +44,7 @@ leases.claim:Claim.check_committed: work that a rollback undid counts as done
 -if not self.is_done():
 +if False:
 leases.claim:Claim.prepare: work begins inside a transaction, where no other process sees its claim
--if is_transaction_open(alias):
+-if is_transaction_open(connections[alias]):
 +if False:
 leases.claim:Claim.check_unfinished: a forked child finishes its parent's work
 -if self.is_of_parent():
@@ -84,15 +84,15 @@ locks.stores.redis:_milliseconds: a lease ends a little before its holder stops 
 queries.sql:free_lock: a release in a database frees the lock of the next holder
 - AND token = :token
 queries.sql:take_lock: a lock in a database is taken although it is held
--WHERE django_celery_safe_databaselock.ends_at_us <= MICROS
+-WHERE held.ends_at_us <= MICROS
 queries.sql:take_lock: a fence in a database falls when the clock was set back
--GREATEST(django_celery_safe_databaselock.fence + 1, excluded.fence)
+-GREATEST(held.fence + 1, excluded.fence)
 +excluded.fence
 locks.stores.database:DatabaseStore._take_any_place: a redelivered message takes two places
 -if not self._has_twin(names, request):
 +if True:
 locks.stores.database:DatabaseStore.errors: a lock is taken inside a transaction that hides it
--if is_transaction_open(self.alias):
+-if is_transaction_open(connection):
 +if False:
 locks.stores.memcached:MemcachedStore._replace: a release in memcached frees another holder's lock
 -if found is None or not found.startswith(token.encode()):
