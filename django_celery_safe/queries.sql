@@ -170,8 +170,7 @@ INSERT INTO django_celery_safe_databaselock AS held ("key", token, holder, fence
 VALUES (:key, :token, :holder, GREATEST(MICROS, :after), MICROS + :lease)
 ON CONFLICT ("key") DO UPDATE SET token = excluded.token, holder = excluded.holder,
     fence = GREATEST(held.fence + 1, excluded.fence), ends_at_us = excluded.ends_at_us
-WHERE held.ends_at_us <= MICROS
-RETURNING fence
+WHERE held.ends_at_us <= MICROS RETURNING fence
 
 -- take_lock_of_mysql --
 INSERT INTO django_celery_safe_databaselock ("key", token, holder, fence, ends_at_us)

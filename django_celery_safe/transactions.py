@@ -42,7 +42,7 @@ TRIES: Final = 20
 OUR_TABLES: Final = "django_celery_safe_"
 #: How statements begin that change nothing but our tables.
 OUR_STATEMENTS: Final = re.compile(
-    rf'SELECT |(UPDATE|DELETE FROM|INSERT (IGNORE )?INTO) ["`]?{OUR_TABLES}'
+    rf'(SELECT .*|(UPDATE|DELETE FROM|INSERT (IGNORE )?INTO) ["`]?){OUR_TABLES}', re.DOTALL
 )
 #: Rows that one statement changes by their keys; every database accepts that many parameters.
 MOST_KEYS: Final = 500
@@ -85,13 +85,13 @@ def is_transaction_open(connection: Any) -> bool:
     """
     Return whether the project has a transaction open here, which hides writes from others.
 
-    That is an ``atomic()``, or autocommit is off. May connect; raises the database's error if
-    that fails.
+    That is an ``atomic()``, or autocommit is off. Does not connect: a new connection begins as
+    DATABASES says.
     """
     if connection.in_atomic_block:
         return in_atomic(connection.alias)
-    is_known = connection.connection is not None and connection.autocommit
-    return not (is_known or connection.get_autocommit())
+    is_open, settings = connection.connection is not None, connection.settings_dict
+    return not (connection.autocommit if is_open else settings["AUTOCOMMIT"])
 
 
 def reconnect(alias: str) -> None:
@@ -290,8 +290,7 @@ def _execute_repeatedly(
     try:
         return execute(sql, params, many, context)
     except DISCONNECTED as error:
-        is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
-        if not (is_ours and OUR_STATEMENTS.match(sql)):
+        if not (is_autocommit(connection) and isinstance(sql, str) and OUR_STATEMENTS.match(sql)):
             raise
         failures = [error]
     for attempt in Attempts(connection.alias, "A statement"):

@@ -31,9 +31,9 @@ from ..exceptions import (
     find_shutdown,
 )
 from ..texts import describe_error, get_logger
-from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, reconnect
+from ..transactions import DISCONNECTED, is_transaction_open, reconnect
 from ..values import NotPlain, encode
-from .holder import HeldLock, describe_holder, encode_holder, holder_text
+from .holder import HeldLock, describe_claimer, holder_text
 from .lease import Lease, clock
 from .lease_table import LeaseTable
 from .renewer import renewer
@@ -232,7 +232,7 @@ class Claim:
             )
         # A block that is open now is TestCase's: what it writes is not visible to other threads.
         self._renews = not connections[alias].in_atomic_block
-        return encode_holder(self.key, describe_holder(task, request, self._renews))
+        return describe_claimer(self.key, task, request, self._renews)
 
     def begin(self) -> None:
         """Start renewing the lease; the row has already been claimed."""
@@ -291,17 +291,10 @@ class Claim:
         abandon = self.abandon_chunk
         if abandon is not None:  # something refers to its loop, such as a traceback
             abandon()
-        if self.is_of_parent() or not self._is_left_open():
-            return abandon is not None
-        reconnect(self.table.alias)
-        return True
-
-    def _is_left_open(self) -> bool:
-        # Like is_transaction_open(), but without connecting, which would cost every claim time.
-        connection = connections[self.table.alias]
-        if connection.in_atomic_block:
-            return in_atomic(self.table.alias)
-        return connection.connection is not None and not connection.autocommit
+        alias = self.table.alias
+        if is_left := not self.is_of_parent() and is_transaction_open(connections[alias]):
+            reconnect(alias)
+        return is_left or abandon is not None
 
     @contextmanager
     def holding(self, fail: Callable[[BaseException], None]) -> Iterator[None]:
@@ -392,7 +385,8 @@ class Claim:
 
     def _record_done(self, text: str) -> None:
         alias = self.table.alias
-        if in_atomic(alias):
+        is_open = is_transaction_open(connections[alias])
+        if is_open and connections[alias].in_atomic_block:
             # From here to the commit, the row's database lock keeps others away.
             ours = self._write_done(text)
             if ours:
@@ -401,7 +395,7 @@ class Claim:
             ours = self.end_by(
                 lambda: self._write_done(text), lambda: bool(self._rows().is_done_by(self.token))
             )
-            self._is_committed = ours and not self._is_left_open()
+            self._is_committed = ours and not is_open
         if not ours:
             self.raise_lost()
         self.is_finished = True

@@ -299,6 +299,11 @@ def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
     return decode_holder(text[TOKEN_LENGTH:], lock)
 
 
+def describe_claimer(key: str, task: Any, request: Any, renewed: bool) -> str:
+    """Return a row's key, this process and its task (None: no task) as JSON for the row."""
+    return encode_holder(key, describe_holder(task, request, renewed))
+
+
 HOST: Final = socket.gethostname()
 
 

@@ -24,7 +24,7 @@ from kombu.utils.uuid import uuid
 from .. import conf
 from ..exceptions import ConfigurationError, WrongTransaction
 from ..texts import describe_error, get_logger
-from ..transactions import Attempts, aliases_in_atomic, in_atomic
+from ..transactions import Attempts, aliases_in_atomic, is_transaction_open
 from .arguments import serialize
 from .capture import Message, capture
 from .deduplicate import Call
@@ -100,25 +100,20 @@ def must_wait(using: str | None) -> bool:
             f"{conf.did_you_mean(alias, connections)}"
         )
     connection = transaction.get_connection(alias)
-    if not in_atomic(alias):
-        others = [other for other in aliases_in_atomic() if other != alias]
-        if others:
-            raise WrongTransaction(
-                f"A task is to be sent on commit of the database {alias!r}, which has no open "
-                f"transaction, while {others[0]!r} has one: it would be sent before that commits. "
-                f"Pass using={others[0]!r}."
-            )
-    if connection.in_atomic_block:
-        return True
-    # get_autocommit() would open a closed connection, although the send needs none.
-    is_open = connection.connection is not None
-    if not (connection.get_autocommit() if is_open else connection.settings_dict["AUTOCOMMIT"]):
+    is_open = is_transaction_open(connection)
+    if not is_open and (others := [other for other in aliases_in_atomic() if other != alias]):
+        raise WrongTransaction(
+            f"A task is to be sent on commit of the database {alias!r}, which has no open "
+            f"transaction, while {others[0]!r} has one: it would be sent before that commits. "
+            f"Pass using={others[0]!r}."
+        )
+    if is_open and not connection.in_atomic_block:
         raise WrongTransaction(
             f"A task is to be sent on commit of the database {alias!r}, whose autocommit is off "
             f"without an atomic() block: Django does not know of its commits. Use atomic(), or "
             f"send the task yourself after the commit."
         )
-    return False
+    return bool(connection.in_atomic_block)
 
 
 def hold(
@@ -273,11 +268,10 @@ def _fill_in(task: str, result: Any, run: Callable[[], Any]) -> None:
     except Exception as error:
         text = "Task %s[%s] failed when it ran eagerly at the commit: %s"
         logger.error(text, task, result.id, describe_error(error), exc_info=error)
-        if isinstance(result, EagerResult):
-            found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
-            result.__dict__.update(found.__dict__)
-    else:
-        result.__dict__.update(found.__dict__)
+        if not isinstance(result, EagerResult):
+            return
+        found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
+    result.__dict__.update(found.__dict__)
 
 
 def _pending(result: Any) -> Any:

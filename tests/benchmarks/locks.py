@@ -26,14 +26,7 @@ from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder
 from django_celery_safe.locks.stores import get_store
 from django_celery_safe.locks.stores.base import LockRequest
 from tests.benchmarks.report import Figure, interleaved, least
-from tests.benchmarks.tools import (
-    BACKENDS,
-    caches_on,
-    count_queries,
-    databases,
-    in_process,
-    keep_locks_in,
-)
+from tests.benchmarks.tools import BACKENDS, caches_on, databases, in_process, keep_locks_in
 from tests.servers import RedisServer, ServerPool
 
 #: The lease in every candidate, seconds.
@@ -78,18 +71,15 @@ def run(servers: ServerPool) -> list[Figure]:
 def on_redis(servers: ServerPool) -> list[Figure]:
     """Measure in several processes, and count round trips in this one."""
     measured = [in_process(measure) for _ in range(PROCESSES)]
-
-    def over(name: str) -> float:
-        return statistics.fmean(times[name] / times[RAW] for times in measured)
-
     raw = statistics.fmean(times[RAW] for times in measured)
     server = servers.redis
     with caches_on(server):
         ours = {**{alias: ours_on(alias) for alias in BACKENDS}, LIMITED: ours_of_several()}
         figures = [Figure("raw, µs", raw, note=describe_floor())]
         for name in [name for name in measured[0] if name != RAW]:
+            over = statistics.fmean(one[name] / one[RAW] for one in measured)
             note = "ours" if name in ours else "peer"
-            figures.append(Figure(f"{name} / {RAW}", over(name), note=note))
+            figures.append(Figure(f"{name} / {RAW}", over, note=note))
         note = "at the server"
         figures += [
             Figure(f"{name}: round trips", trips_of(server, 200, call), note=note)
@@ -103,24 +93,19 @@ def on_redis(servers: ServerPool) -> list[Figure]:
 
 
 def on_database(servers: ServerPool) -> list[Figure]:
-    """Measure in several processes, and count queries in the last one."""
+    """Measure in several processes; ``tests/locks/test_stores.py`` counts the statements."""
     with databases(servers, DATABASE):
         measured = [in_process(measure_database) for _ in range(PROCESSES)]
     over = statistics.fmean(times[DATABASE] / times[BY_HAND] for times in measured)
-    queries = measured[-1]["queries"]
     return [
         Figure(f"{BY_HAND}, µs", statistics.fmean(times[BY_HAND] for times in measured)),
         Figure(f"{DATABASE} / {BY_HAND}", over, note="ours; an upsert and a DELETE"),
-        Figure(f"{DATABASE}: queries", queries, note="of acquire + release"),
     ]
 
 
 def measure_database() -> dict[str, float]:
-    """Return the least µs of each candidate on PostgreSQL, and how many queries ours makes."""
+    """Return the least µs of each candidate on PostgreSQL."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": DATABASE}
-
-    def ours() -> None:
-        acquire_and_release("benchmark")
 
     def by_hand() -> None:
         row = ["by hand", "0" * TOKEN_LENGTH, "{}", LEASE * 1_000_000]
@@ -131,9 +116,9 @@ def measure_database() -> dict[str, float]:
             cursor.execute(DELETE, row[:2])
             assert cursor.rowcount == 1
 
-    times = interleaved({BY_HAND: by_hand, DATABASE: ours}, ROUNDS)
-    queries = count_queries(DATABASE, ours)
-    return {name: least(values) for name, values in times.items()} | {"queries": queries}
+    candidates = {BY_HAND: by_hand, DATABASE: lambda: acquire_and_release("benchmark")}
+    times = interleaved(candidates, ROUNDS)
+    return {name: least(values) for name, values in times.items()}
 
 
 def measure() -> dict[str, float]:

@@ -203,11 +203,11 @@ delivery.copies:_send: a message that can't be re-sent now is lost although the 
 +raise
 [sending]
 sending.commit:must_wait: a task is sent before the commit
--if connection.in_atomic_block:
-+if False:
+-return bool(connection.in_atomic_block)
++return False
 sending.commit:must_wait: a task for another database's transaction is sent at once
--if others:
-+if False:
+-if not is_open and (
++if False and (
 sending.sender:Sender._send: an error of one send skips the other callbacks of the commit
 -except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
 +except ArithmeticError as error:

@@ -141,8 +141,12 @@ def retrying(self: Any, number: int) -> int:
 
 
 @pytest.mark.parametrize("until", ["start", "end"])
-def test_a_retry_is_no_duplicate_of_its_run(until: str, mailbox: Mailbox) -> None:
+@pytest.mark.parametrize("store", ["django-redis", "local"])
+def test_a_retry_is_no_duplicate_of_its_run(
+    store: str, until: str, mailbox: Mailbox, use_store: Any
+) -> None:
     """It carries the token on: others stay out until the "end", and may come in at the "start"."""
+    use_store(store)
     unique = single_instance(key="{number}", unique_until=until)(retrying)
     task = mailbox.task(unique, base=SafeTask, bind=True)
     task.delay(1)

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from django.db import Error, connections
 from django.db.models import F
@@ -43,22 +43,6 @@ LOOKED_AT: Final = 500
 #: How often an acquisition of one of several places is tried, and the longest pause between, s.
 TRIES: Final = 10
 PAUSE: Final = 0.02
-#: Texts with which a server refuses this user's writes, each with its meaning (a clause) and
-#: advice (a sentence).
-REFUSALS: Final = {
-    "read-only transaction|--read-only option|READ ONLY transaction": (
-        "this server is a replica, or its transactions are read-only",
-        "Let LOCK_DATABASE name an alias on the primary, where transactions may write.",
-    ),
-    "readonly database": (
-        "this process may only read the file",
-        "Let the process write to the file and to its folder.",
-    ),
-    "permission denied|command denied": (
-        "this user may not do what locks need",
-        "Grant the user SELECT, INSERT, UPDATE and DELETE on the tables of django_celery_safe.",
-    ),
-}
 
 
 class DatabaseStore(DatabaseLeases, Store):
@@ -67,7 +51,22 @@ class DatabaseStore(DatabaseLeases, Store):
     limits = True
     purpose = "hold the locks"
     models = ("DatabaseLock",)
-    refusals = REFUSALS
+    #: Texts with which a server refuses this user's writes, each with its meaning (a clause) and
+    #: advice (a sentence).
+    refusals: ClassVar = {
+        "read-only transaction|--read-only option|READ ONLY transaction": (
+            "this server is a replica, or its transactions are read-only",
+            "Let LOCK_DATABASE name an alias on the primary, where transactions may write.",
+        ),
+        "readonly database": (
+            "this process may only read the file",
+            "Let the process write to the file and to its folder.",
+        ),
+        "permission denied|command denied": (
+            "this user may not do what locks need",
+            "Grant the user SELECT, INSERT, UPDATE and DELETE on the tables of django_celery_safe.",
+        ),
+    }
 
     def __init__(self, alias: str) -> None:
         super().__init__(f'DATABASES["{alias}"]', alias)
@@ -158,15 +157,10 @@ class DatabaseStore(DatabaseLeases, Store):
         Args:
             after: The largest fence of the other places; 0: they are free.
         """
-        rows = queries.fetch(
-            self.alias,
-            "take_lock",
-            key=plain_name(name),
-            token=request.token,
-            holder=encode_holder(name, request.holder, request.limit),
-            lease=_microseconds(request.seconds),
-            after=after + 1,
-        )
+        holder = encode_holder(name, request.holder, request.limit)
+        given = {"token": request.token, "holder": holder, "after": after + 1}
+        lease = _microseconds(request.seconds)
+        rows = queries.fetch(self.alias, "take_lock", key=plain_name(name), lease=lease, **given)
         if rows:
             return Acquired(rows[0][0], place)
         (lock,) = self._held([name])
@@ -206,10 +200,10 @@ class DatabaseStore(DatabaseLeases, Store):
         So each is found: before it stands a key that is still taken, or none. An index of the ends
         would find them at once, and cost each acquisition a fifth of its time.
         """
-        given = {"most": LOOKED_AT, "kept": KEPT_US}
         with suppress(Error):  # the next acquisitions do it
             for after in ("", key):
-                queries.execute(self.alias, "drop_old_locks", after=after, **given)
+                given = {"after": after, "most": LOOKED_AT, "kept": KEPT_US}
+                queries.execute(self.alias, "drop_old_locks", **given)
 
     def _held(self, names: Sequence[str]) -> list[HeldLock | None]:
         """Return the lock at each place; None: the place is free."""

@@ -96,19 +96,21 @@ def broken_promises(history: History) -> Findings:
 
 
 def unordered_fences(history: History) -> Findings:
-    """A request after another's answer gets a larger fence, and no fence is given twice."""
+    """Of a lock, a request after another's answer gets a larger fence; none is given twice."""
     acquired = [one.acquired for one in history.holdings if one.acquired.fence]
     by_return = sorted(acquired, key=lambda record: record.returned)
-    largest, returned = None, 0
+    largest, returned = dict[str, Record](), 0
     for record in sorted(acquired, key=lambda record: record.sent):
         while returned < len(by_return) and by_return[returned].returned < record.sent:
-            largest = max(largest or by_return[0], by_return[returned], key=attrgetter("fence"))
+            before = by_return[returned]
+            lock = _lock(before)
+            largest[lock] = max(largest.get(lock, before), before, key=attrgetter("fence"))
             returned += 1
-        if largest is not None and record.fence <= largest.fence:
-            yield show("a fence that is no larger than an earlier one.", largest, record)
-    seen: dict[int, Record] = {}
+        if (last := largest.get(_lock(record))) is not None and record.fence <= last.fence:
+            yield show("a fence that is no larger than an earlier one.", last, record)
+    seen: dict[tuple[str, int], Record] = {}
     for record in acquired:
-        if (twin := seen.setdefault(record.fence, record)) is not record:
+        if (twin := seen.setdefault((_lock(record), record.fence), record)) is not record:
             yield show("a fence was given twice.", twin, record)
 
 
