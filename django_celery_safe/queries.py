@@ -71,11 +71,9 @@ def fetch(alias: str, name: str, ids: Sequence[int] = (), /, **values: Any) -> l
 
 def _place(sql: str, ids: Sequence[int], values: dict[str, Any]) -> str:
     """Give a statement its keys: one as a parameter, for which a client knows the text already."""
-    if len(ids) > 1:
-        return sql.replace(IDS, ", ".join(map(str, ids)))
-    if ids:
+    if len(ids) == 1:
         values["ids"] = ids[0]
-    return sql
+    return sql.replace(IDS, ", ".join(map(str, ids))) if len(ids) > 1 else sql
 
 
 def insert(

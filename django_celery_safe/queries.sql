@@ -181,14 +181,12 @@ ON DUPLICATE KEY UPDATE token = IF(ends_at_us <= MICROS, :token, token),
     ends_at_us = IF(ends_at_us <= MICROS, MICROS + :lease, ends_at_us)
 
 -- free_lock --
-UPDATE django_celery_safe_databaselock SET token = '', holder = '', ends_at_us = -ends_at_us
+UPDATE django_celery_safe_databaselock SET token = '', holder = '', ends_at_us = 0
 WHERE "key" = :key AND token = :token
 
 -- drop_old_locks --
-DELETE FROM django_celery_safe_databaselock
-WHERE ABS(ends_at_us) < MICROS - :kept AND "key" > :after AND "key" <= (
-    SELECT MAX("key") FROM (SELECT "key" FROM django_celery_safe_databaselock WHERE "key" > :after
-        ORDER BY "key" LIMIT :most) AS looked_at)
+DELETE FROM django_celery_safe_databaselock WHERE "key" > :after AND "key" <= :last
+    AND ends_at_us < MICROS - :kept AND fence < MICROS - :kept
 
 -- read_clock --
 SELECT MICROS

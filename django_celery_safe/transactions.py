@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from django.db import (
@@ -159,6 +159,7 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         is_won: Whether the caller has the lock, as it says: from then on an error is its own.
         is_written: Whether the caller only has to commit: a connection that is cut meanwhile may
             have.
+        began: When the first attempt began, by ``time.monotonic()``.
 
     Raises:
         OperationalError: The last attempt lost the race, too.
@@ -168,6 +169,7 @@ class Attempts(AbstractContextManager["Attempts", bool]):
     what: str
     is_won: bool = False
     is_written: bool = False
+    began: float = field(default_factory=time.monotonic)
     _is_lost: bool = False
 
     def __iter__(self) -> Iterator[Self]:
@@ -175,7 +177,7 @@ class Attempts(AbstractContextManager["Attempts", bool]):
         self._left = 1 if connection.in_atomic_block else TRIES
         #: The connection from before, which may have been cut; None: there is none.
         self._session = connection.connection if is_autocommit(connection) else None
-        self._give_up_at = time.monotonic() + LONGEST_RACE
+        self._give_up_at = self.began + LONGEST_RACE
         while self._left:
             self._left -= 1
             # Not asked after it: it may have waited for long, and a further one sees the change.
@@ -286,14 +288,14 @@ def _execute_repeatedly(
     may then have two rows, which are claimed and ended together, or sent one after the other.
     """
     connection = context["connection"]
-    session = connection.connection
+    session, began = connection.connection, time.monotonic()
     try:
         return execute(sql, params, many, context)
     except DISCONNECTED as error:
         if not (is_autocommit(connection) and isinstance(sql, str) and OUR_STATEMENTS.match(sql)):
             raise
         failures = [error]
-    for attempt in Attempts(connection.alias, "A statement"):
+    for attempt in Attempts(connection.alias, "A statement", began=began):
         with attempt:
             if failures:
                 raise failures.pop()

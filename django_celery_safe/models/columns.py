@@ -35,7 +35,7 @@ class ExactCharField(_Exact, _CharField):
     """
 
     def db_type(self, connection: Any) -> str:
-        """Return Django's type by another name: to a key that is a varchar it adds an index."""
+        """Return the type by another name: on PostgreSQL, Django indexes a varchar key for LIKE."""
         return str(super().db_type(connection)).replace("varchar", "character varying")
 
 

@@ -7,8 +7,8 @@ inside an open transaction would be invisible to other sessions until the commit
 a rollback, so that is refused.
 
 A row stays after the release, because it has the lock's fence, which must grow even if the
-server's clock is set back. Acquisitions delete rows whose leases ended an hour ago, or would have
-ended then; a clock that is set back by more than that may repeat a fence.
+server's clock is set back. Acquisitions delete rows that ended, and got their fence, an hour ago:
+only a clock that is set back by more than that may repeat a fence.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .base import Acquired, LockRequest, Store, choose_place
 PAGE: Final = 1000
 #: Tick of SQLite's clock, which counts milliseconds, µs.
 SQLITE_TICK_US: Final = 1000
-#: How long a row stays after its lease, µs.
+#: How long a row stays after its lease, or after the acquisition that was released, µs.
 KEPT_US: Final = 3_600_000_000
-#: Which part of the acquisitions delete old rows, and how many rows they look at.
-PRUNES: Final = 1 / 300
-LOOKED_AT: Final = 500
+#: Which part of the acquisitions look for old rows, and at how many: more than come.
+PRUNES: Final = 1 / 1000
+LOOKED_AT: Final = 2000
 #: How often an acquisition of one of several places is tried, and the longest pause between, s.
 TRIES: Final = 10
 PAUSE: Final = 0.02
@@ -74,22 +74,23 @@ class DatabaseStore(DatabaseLeases, Store):
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         with self.errors("acquire"):
             if random.random() < PRUNES:  # noqa: S311
-                self._prune(plain_name(request.name))
+                self._prune()
             if request.limit == 1:
                 return self._take_place(request, request.name, 1)
             return self._take_any_place(request)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self.errors("release") as connection:
+            if connection.connection is None:  # the work closed it: that is no repetition
+                connection.ensure_connection()
             session = connection.connection
             # This sets another token, so that a renewal under way can't bring the lock back, and
-            # turns the end below zero: the lock is free whatever the server's clock says later.
+            # no end: the lock is free whatever the server's clock says later.
             if queries.execute(self.alias, "free_lock", key=plain_name(name), token=token):
                 return True
             # On a new connection it was the second try. The lease was certain when the first
             # one was sent, so that freed the lock, although its answer was lost.
-            is_repeated = connection.connection is not session
-            return is_repeated and remaining is not None and remaining > 0
+            return connection.connection is not session and (remaining or 0.0) > 0
 
     def extend(self, renewals: Renewals, within: float | None = None) -> list[bool]:
         asked = [(plain_name(name), token) for name, token, _ in renewals]
@@ -120,8 +121,7 @@ class DatabaseStore(DatabaseLeases, Store):
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
-            ((microseconds,),) = queries.fetch(self.alias, "read_clock")
-        return int(microseconds) / 1_000_000
+            return int(queries.fetch(self.alias, "read_clock")[0][0]) / 1_000_000
 
     @contextmanager
     def errors(self, action: str) -> Iterator[Any]:
@@ -193,17 +193,22 @@ class DatabaseStore(DatabaseLeases, Store):
             for lock in self._held(names)
         )
 
-    def _prune(self, key: str) -> None:
+    def _prune(self) -> None:
         """
-        Delete old rows among the first ones, and among those that follow a key that is taken.
+        Delete old rows among the next ones, in the order of their keys and round and round.
 
-        So each is found: before it stands a key that is still taken, or none. An index of the ends
-        would find them at once, and cost each acquisition a fifth of its time.
+        An index of the ends would find them at once, and cost each acquisition a fifth of its time.
         """
+        place = self.all().filter(key="")  # no lock's: its holder is the key that was last
         with suppress(Error):  # the next acquisitions do it
-            for after in ("", key):
-                given = {"after": after, "most": LOOKED_AT, "kept": KEPT_US}
-                queries.execute(self.alias, "drop_old_locks", **given)
+            after = place.values_list("holder", flat=True).first() or ""
+            keys = self.all().filter(key__gt=after).order_by("key").values_list("key", flat=True)
+            last = ["", *keys[:LOOKED_AT]][-1]
+            given = {"after": after, "last": last, "kept": KEPT_US}
+            queries.execute(self.alias, "drop_old_locks", **given)
+            if not place.update(holder=last):
+                row = place.model(key="", holder=last, fence=0, ends_at_us=0)
+                place.bulk_create([row], ignore_conflicts=True)
 
     def _held(self, names: Sequence[str]) -> list[HeldLock | None]:
         """Return the lock at each place; None: the place is free."""
