@@ -21,7 +21,7 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 4,
     "single_instance send": 4,
-    "single_instance run": 17,
+    "single_instance run": 16,
     "unique_until send": 12,
     "unique_until run": 22,
     "outbox call and commit": 28,
@@ -29,7 +29,7 @@ LIMITS: Final = {
     "carried run": 28,
     "relay of one": 18,
     "do_once": 6,
-    "idempotent run": 32,
+    "idempotent run": 31,
     "start": 42,
     "step and next stage": 87,
     "last step": 59,

@@ -46,8 +46,8 @@ WRAPPERS: Final = (
 #: The functions that run in this context, each with the id of the task whose message it
 #: runs for. A call of such a function during its own run is a direct call, although Celery
 #: still shows the request of the message.
-_running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
-    "django_celery_safe_running_functions", default=frozenset()
+_running: ContextVar[tuple[tuple[str | None, int], ...]] = ContextVar(
+    "django_celery_safe_running_functions", default=()
 )
 
 #: Whether the run that goes on in this context has begun with our header; None: not known.
@@ -142,7 +142,7 @@ def run_for(request: Context | None, function: Function, args: Args, kwargs: Kwa
         return function(*args, **kwargs)
     before = _running.get()
     try:
-        _running.set(before | {(request.id, id(function))})
+        _running.set((*before, (request.id, id(function))))
         return function(*args, **kwargs)
     finally:
         _running.set(before)
@@ -186,7 +186,8 @@ def sent_arguments(
     if message is not None and is_of_message(task, args):
         return tuple(message.args or ()), message.kwargs or {}, serializer
     args = args or ()
-    if serializer != "pickle":
+    # The attribute exists since Celery 5.7, and is None for most tasks.
+    if serializer != "pickle" and getattr(task, "_dump_pydantic_arguments", True) is not None:
         args, kwargs = dump_models(task, args, kwargs)
     return args, kwargs, serializer
 

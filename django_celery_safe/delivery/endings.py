@@ -123,7 +123,7 @@ def _on_prerun(task: Any, **kwargs: Any) -> None:
     has_header.set(None if may_have else False)
     if len(_task_stack) == 1 and not request.is_eager:
         _claims.set(())
-        _running.set(frozenset())
+        _running.set(())
 
 
 def _on_success(sender: Any, **kwargs: Any) -> None:
