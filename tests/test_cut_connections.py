@@ -196,6 +196,7 @@ def answer_lost(alias: str, way: Line, statement: str) -> Iterator[None]:
     with at_statement(alias, statement, partial(setattr, way, "cut_after", 0), times=1) as met:
         yield
     assert met
+    assert way.cut_after is None
 
 
 def test_a_lock_whose_release_gets_no_answer_is_free(

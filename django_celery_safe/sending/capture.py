@@ -69,8 +69,8 @@ def capture(app: Celery, messages: list[Message], send: Callable[..., T]) -> T:
 
     It gets a ``producer`` for its sends; with that, they need none from the app's pool.
 
-    Nothing connects to the broker. Only a chord connects to the result backend. Ids, results and
-    argument checks are as in any other send.
+    Nothing connects to the broker; only a chord connects to the result backend. The ids, the
+    results and the checks of arguments are those of any other send.
     """
     app = getattr(app, "_get_current_object", lambda: app)()  # shared tasks have a stand-in
     amqp: Any = app.amqp

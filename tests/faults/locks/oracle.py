@@ -96,7 +96,7 @@ def broken_promises(history: History) -> Findings:
 
 
 def unordered_fences(history: History) -> Findings:
-    """Of a lock, a request after another's answer gets a larger fence; none is given twice."""
+    """A lock's fences grow from answer to request, and it gives none of them twice."""
     acquired = [one.acquired for one in history.holdings if one.acquired.fence]
     by_return = sorted(acquired, key=lambda record: record.returned)
     largest, returned = dict[str, Record](), 0
