@@ -50,7 +50,9 @@ def execute(alias: str, name: str, ids: Sequence[int] = (), /, **values: Any) ->
         ids: The keys that it has for ``:ids``.
     """
     connection = connections[alias]
-    sql = _place(_find(connection.vendor, name)[0], ids, values)
+    sql, _ = _find(connection.vendor, name)
+    if ids:
+        sql = _place(sql, ids, values)
     with connection.cursor() as cursor:
         cursor.execute(sql, values)
         return int(cursor.rowcount)
@@ -60,12 +62,14 @@ def fetch(alias: str, name: str, ids: Sequence[int] = (), /, **values: Any) -> l
     """Execute a statement, as :func:`execute` does; return the rows that it finds or changes."""
     connection = connections[alias]
     sql, reread = _find(connection.vendor, name)
+    if ids:
+        sql, reread = _place(sql, ids, values), reread and _place(reread, ids, values)
     with connection.cursor() as cursor:
-        cursor.execute(_place(sql, ids, values), values)
+        cursor.execute(sql, values)
         if reread:
             if not cursor.rowcount:
                 return []
-            cursor.execute(_place(reread, ids, values), values)
+            cursor.execute(reread, values)
         return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 

@@ -27,7 +27,7 @@ from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe.leases.lease import LeaseStore
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.sending import broker as bounded
+from django_celery_safe.sending import capture, publisher
 from tests.app.celery import app
 from tests.caches import CacheSettings, RedisCacheKind, cache_at, caches_of_cluster
 from tests.clock import clock as clock
@@ -417,8 +417,8 @@ def forget_first_use() -> None:
     """Let the app connect again: it may have used another server or database before."""
     app._pool = None  # kombu has one for each address, and keeps it
     app.amqp._producer_pool = None
-    bounded._pools.pop(app, None)
-    vars(bounded._backends).pop("by_app", None)
+    publisher._pools.pop(app, None)
+    vars(capture._backends).pop("by_app", None)
     if isinstance(app.backend, DisabledBackend):
         app._backend_cache = None
         vars(app._local).pop("backend", None)

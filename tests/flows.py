@@ -150,14 +150,15 @@ def trace_all() -> dict[str, Trace]:
     message = mailbox.take_one()
     with flow("carried run"):
         mailbox.deliver(message)
-    with transaction.atomic():
-        plain.apply_async_on_commit(("a",), outbox=True)
-        connections["default"].run_on_commit.clear()  # as if the process died here
-    OutboxMessage.objects.pending().update(due_at="2000-01-01 00:00Z")
     relay = Relay()
-    with flow("relay of one"):
-        relay.relay_batch()
-    mailbox.take()
+    for _ in range(2):  # the first time, for what comes once
+        with transaction.atomic():
+            plain.apply_async_on_commit(("a",), outbox=True)
+            connections["default"].run_on_commit.clear()  # as if the process died here
+        OutboxMessage.objects.pending().update(due_at="2000-01-01 00:00Z")
+        with flow("relay of one"):
+            relay.relay_batch()
+        mailbox.take()
 
     Person.everyone.create(pk=1)
     with flow("do_once"), Person.do_once(1, "is_welcome_email_sent") as row:

@@ -24,9 +24,9 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
-from django_celery_safe.sending.outbox import keep, outbox_aliases
+from django_celery_safe.sending.commit import OutboxSender
+from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.sending.sender import OutboxSender
 from django_celery_safe.transactions import Attempts
 from tests import checking
 from tests.app.models import Person
@@ -64,7 +64,7 @@ def once() -> None:
 #: Calls that would keep rows in that database.
 USES: dict[str, Callable[[], object]] = {
     "hold locks": lambda: cache_lock("x").acquire(),
-    "hold an outbox": lambda: keep(OutboxSender(ORACLE), []),
+    "hold an outbox": lambda: OutboxSender(ORACLE).keep([]),
     "hold an outbox (relay)": lambda: Relay(ORACLE),
     "record what is done once": claim,
     "do a thing once for a row": once,

@@ -17,7 +17,7 @@ from django_celery_safe.delivery.header import HEADER, Header
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
-from django_celery_safe.stages.follower import StepFollower
+from django_celery_safe.stages.engine import StepFollower
 from django_celery_safe.testing import run_stages
 from tests import commands
 from tests.admin.rows import work_on

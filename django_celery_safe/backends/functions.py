@@ -140,7 +140,8 @@ def _start(running: Any, args: Any, kwargs: Any) -> AnyResult:
 def _record_value(request: Context, value: Any) -> None:
     """Store the return value of a carried task in its row, if the row is kept."""
     run = find_run(request.id)
-    if run is None or not conf.keeps_sent():
+    # A finished task has its result in the row already.
+    if run is None or run.claim.is_finished or not conf.keeps_sent():
         return
     try:
         run.returned = encode(value, LONGEST_RESULT)

@@ -13,7 +13,7 @@ from ..idempotency import Idempotent
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from ..sending.outbox import UNTIL_DONE, task_wants_outbox
-from ..stages.entries import get_step_layer
+from ..stages.plan import get_step_layer
 from ..texts import describe_error
 
 #: The name of the shipped task that relays the outbox.

@@ -12,7 +12,7 @@ from ..concurrency.options import Options
 from ..delivery.copies import visibility_timeout
 from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
-from ..sending.arguments import find_misspelt
+from ..sending.capture import find_misspelt
 from .project import Project, count, is_carried, is_done_once, is_fallback
 
 #: The options of a SafeTask.

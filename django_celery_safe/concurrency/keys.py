@@ -28,7 +28,7 @@ from .. import conf
 from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError, NotSerializable
 from ..texts import describe_error
-from .options import VARIABLE, Guarded, template_names
+from .options import DEFAULTS, VARIABLE, Guarded, template_names
 
 #: Takes any arguments: those of a message that something changes before the function gets them.
 _ANY: Final = inspect.signature(lambda *args, **kwargs: None)
@@ -119,6 +119,18 @@ def call_key(
         got = set(map(id, (*args, *kwargs.values()))) - left_out
         parts += [encode(to_wire(one, serializer)) for one in sent or () if id(one) not in got]
     return _digest("".join(parts))
+
+
+def key_and_digest(task_name: str, guarded: Guarded, **call: Any) -> tuple[str, str]:
+    """
+    Return the key of a call, and a hash of its arguments; "": the key is made of all of them.
+
+    Arguments that can't be encoded, such as a method's self, are not part of the hash.
+    """
+    key = call_key(task_name, guarded, **call)
+    if guarded.options.key is conf.UNSET:
+        return key, ""
+    return key, call_key(task_name, guarded._replace(options=DEFAULTS), is_digest=True, **call)
 
 
 def _parts(value: Any) -> Collection[Any]:

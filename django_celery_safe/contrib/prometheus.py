@@ -27,7 +27,7 @@ from ..locks.stores import get_store
 from ..models.stages import StageRun
 from ..sending.outbox import outbox_aliases
 from ..stages import Status
-from ..stages.step_table import table_in
+from ..stages.engine import table_in
 from ..texts import describe_error, get_logger
 
 logger = get_logger(__name__)

@@ -38,10 +38,12 @@ _NAMELESS: Final = ("", "_", "<lambda>")
 #: The wrappers, the outermost first, each after the header field with which a message requests it:
 #: called with a task, its request, the function to run, and its arguments; may run it or not.
 WRAPPERS: Final = (
-    ("attempt", "sending.carried.run_carried"),
+    ("attempt", "sending.carried_run.run_carried"),
     ("options", "concurrency.guard.run_as_asked"),
     ("step", "stages.step_tasks.run_plain"),
 )
+#: Runs what the class of a carried task does before and around the task.
+RUN_PART: Final = "sending.carried_run.run_part"
 
 #: The functions that run in this context, each with the id of the task whose message it
 #: runs for. A call of such a function during its own run is a direct call, although Celery
@@ -76,6 +78,41 @@ def wrap_run(task: Any) -> Function:
         return inner(*args, **kwargs)
 
     return wrapped
+
+
+def wrap_class(task: Any) -> None:
+    """
+    Have each carried run of a task begin before the hooks of its class, and end after them.
+
+    An error of theirs is then the outcome of the run, and the statements for its row stand outside
+    a transaction or a guard that they open. A class without hooks is left as it is: Celery calls
+    the ``run`` of its tasks directly.
+    """
+    cls = type(task)
+    if cls.before_start is not Task.before_start:
+        hook = task.before_start
+
+        @wraps(hook)
+        def before_start(*args: Any, **kwargs: Any) -> Any:
+            return _run_part(task, partial(hook, *args, **kwargs), is_called=False)
+
+        task.before_start = before_start
+    call = cls.__call__
+    if call is not Task.__call__ and not hasattr(call, "carries"):
+
+        @wraps(call)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _run_part(self, partial(call, self, *args, **kwargs), is_called=True)
+
+        wrapped.carries = True  # type: ignore[attr-defined]
+        cls.__call__ = wrapped
+
+
+def _run_part(task: Any, part: Callable[[], Any], *, is_called: bool) -> Any:
+    request = find_request(task, part)
+    if request is None or "attempt" not in get_header(request):
+        return part()
+    return find_higher(RUN_PART)(task, request, part, is_called=is_called)
 
 
 def load_tasks(app: Any) -> None:

@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 #: texts, because this room must not import higher ones.
 HANDLERS: Final = (
     ("sent", ("over",), "concurrency.message_endings.settle"),
-    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried.record"),
+    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried_ends.record"),
 )
 #: The kinds of outcomes of which only the main process of a worker knows: a process was killed.
 DEATHS: Final = ("lost", "timed out", "cancelled", "re-sent", "terminated")

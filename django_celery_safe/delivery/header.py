@@ -75,7 +75,7 @@ class Kept:
         header: Our header.
         sent: The lock that the message has held since it was sent, see ``concurrency.sent``;
             None: it has none, or nobody has looked for it.
-        run: The run of a carried task, see ``sending.carried``; None: none has begun. Celery
+        run: The run of a carried task, see ``sending.carried_run``; None: none has begun. Celery
             copies the request of a task that is called again inside its run, and this with it.
     """
 

@@ -291,8 +291,10 @@ class Claim:
         abandon = self.abandon_chunk
         if abandon is not None:  # something refers to its loop, such as a traceback
             abandon()
-        alias = self.table.alias
-        if is_left := not self.is_of_parent() and is_transaction_open(connections[alias]):
+        is_left, alias = False, self.table.alias
+        if self.is_of_parent():  # after a bare os.fork() the child leaves the block too
+            self.is_held = False
+        elif is_left := is_transaction_open(connections[alias]):
             reconnect(alias)
         return is_left or abandon is not None
 
@@ -320,7 +322,7 @@ class Claim:
 
         If the database is briefly unavailable, the statement is retried while the lease lasts,
         so no other process can start the work, and for at most one lease length. If not
-        ``patient``, or before :meth:`begin`, it is retried only once, immediately.
+        ``patient``, it is retried only once, immediately.
         """
         connection, lease, begun_at = connections[self.table.alias], self.lease, clock.now()
         pause = left = 0.0
@@ -385,8 +387,8 @@ class Claim:
 
     def _record_done(self, text: str) -> None:
         alias = self.table.alias
-        is_open = is_transaction_open(connections[alias])
-        if is_open and connections[alias].in_atomic_block:
+        connection = connections[alias]
+        if connection.in_atomic_block and is_transaction_open(connection):
             # From here to the commit, the row's database lock keeps others away.
             ours = self._write_done(text)
             if ours:
@@ -395,7 +397,8 @@ class Claim:
             ours = self.end_by(
                 lambda: self._write_done(text), lambda: bool(self._rows().is_done_by(self.token))
             )
-            self._is_committed = ours and not is_open
+            # In a block here, it is TestCase's.
+            self._is_committed = ours and (connection.in_atomic_block or connection.autocommit)
         if not ours:
             self.raise_lost()
         self.is_finished = True

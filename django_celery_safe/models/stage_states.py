@@ -7,8 +7,7 @@ can't deadlock. :mod:`django_celery_safe.stages.engine` combines the transitions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,19 +21,16 @@ from ..databases import Now
 from ..sending.followed import Fault
 from ..stages.status import NOT_REGISTERED, Status
 from ..texts import error_columns, get_logger
-from ..transactions import MOST_KEYS, Attempts
-from .message_states import CARRIED
-from .outbox import OutboxMessage
+from ..transactions import MOST_KEYS
+from .outbox import CARRIED, OutboxMessage
 
 if TYPE_CHECKING:
-    from .stages import StageRun, StageStep
+    from .stages import StageRun, StageStep  # noqa: F401 - the rows of a queryset
 
 logger = get_logger(__name__)
 
 #: How long relays do not try again to delete a run that a row of the project protects.
 PROTECTED_FOR: Final = timedelta(days=1)
-#: Fields that are read when a run is locked; the others are read when they are used.
-LOCKED: Final = ("id", "key", "name", "status", "stage", "stages", "params_text")
 #: The order of a run's steps.
 IN_ORDER: Final = ("stage", "position")
 #: What a list shows of the message of a step. The counts are 0 when the message is gone.
@@ -83,25 +79,6 @@ class StageRuns(models.QuerySet["StageRun"]):
         unprotected = self.exclude(protected_at__gte=Now() - PROTECTED_FOR)
         return [] if age is None else [unprotected.older(age).order_by("ended_at")]
 
-    def lock(self, pk: int) -> StageRun | None:
-        """
-        Lock a run until the open transaction ends, and return it; None: it was deleted.
-
-        The lock is an UPDATE, which works on every database. Under a stricter isolation an
-        UPDATE fails, where a SELECT would get the lock and continue with outdated values.
-        """
-        rows = queries.fetch(self.db, "lock_run", pk=pk)
-        return self.model.from_db(self.db, LOCKED, rows[0]) if rows else None
-
-    @contextmanager
-    def locked(self, pk: int) -> Iterator[StageRun | None]:
-        """Lock a run for the block, in a transaction."""
-        for attempt in Attempts(self.db, f"A change of run {pk}"):
-            with attempt, transaction.atomic(using=self.db):
-                run = self.lock(pk)
-                attempt.is_won = True
-                yield run
-
     def delete(self) -> tuple[int, dict[str, int]]:
         """
         Delete the runs and their steps, like Django's; each run is locked before its steps.
@@ -112,7 +89,7 @@ class StageRuns(models.QuerySet["StageRun"]):
         found = list(self.order_by("pk").values_list("pk", flat=True))
         with transaction.atomic(using=self.db):
             for pk in found:
-                self.lock(pk)
+                queries.execute(self.db, "lock_run", pk=pk)
             return super().delete()
 
     delete.alters_data = True  # type: ignore[attr-defined]

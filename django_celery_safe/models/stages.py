@@ -19,7 +19,7 @@ from .. import conf
 from ..exceptions import WrongTransaction
 from ..leases.holder import HeldLock, decode_holder
 from ..stages import engine
-from ..stages.entries import read_entry
+from ..stages.plan import read_entry
 from ..stages.status import Progress, StageProgress, Status
 from ..stages.step_messages import runs_eagerly
 from ..texts import LONGEST_TYPE

@@ -1,8 +1,10 @@
 """
-The run of a carried task in this process: its claim of the message's row, and its ends.
+Running a carried task, whose message stays in the outbox until the task is done.
 
-Each end is one statement, or one transaction, that checks the token of the claim. ``carried`` calls
-the task in between.
+With ``outbox="until_done"`` a run claims the row of its message under a renewed lease, and ends
+the row when the run ends, by one statement, or one transaction, that checks the token of the claim.
+If the process dies on any line, the lease expires and a relay re-sends the message. A message whose
+row has ended, or is claimed by another run, does nothing.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ from asyncio import CancelledError
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from celery._state import get_current_task
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.exceptions import (
     Ignore,
     Reject,
     Retry,
     SoftTimeLimitExceeded,
+    TaskPredicate,
     WorkerShutdown,
     WorkerTerminate,
 )
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.db import Error as DatabaseError
 
-from .. import conf
+from .. import conf, queries
+from ..delivery.call import Function
 from ..delivery.copies import (
     MessageGoesOn,
     WillBeRedelivered,
@@ -35,20 +40,29 @@ from ..delivery.copies import (
     resend_later,
 )
 from ..delivery.header import Header, Kept, get_header
-from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_POISONED
-from ..exceptions import ConfigurationError, TaskPoisoned, find_soft_time_limit
+from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
+from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned, find_soft_time_limit
 from ..leases.claim import Claim
+from ..leases.holder import HeldLock, decode_holder
 from ..leases.lease import clock
 from ..resuming.checkpoints import HandedOver
 from ..texts import describe_error, get_logger
+from ..values import decode
 from .capture import Message, capture
-from .followed import NOTHING, Fault, fail_message, find_follower
-from .message_table import Claimed, MessageTable, message_table
-from .outbox import carry, keep, rewrite
-from .sender import OutboxSender
+from .commit import OutboxSender
+from .followed import (
+    NOTHING,
+    Fault,
+    end_with_body,
+    fail_message,
+    find_follower,
+    is_carried,
+    send_followers,
+)
+from .outbox import MessageTable, carry, message_table
 
 if TYPE_CHECKING:
-    from ..stages.follower import StepFollower
+    from ..stages.engine import StepFollower
 
 T = TypeVar("T")
 
@@ -58,6 +72,23 @@ logger = get_logger(__name__)
 DATABASE_AWAY: Final = 5.0
 #: Exit codes of billiard's children after a signal. A task may call ``sys.exit(-1)`` itself.
 SIGNALLED: Final = range(-255, -191)
+
+
+class Claimed(NamedTuple):
+    """
+    The columns of a claimed row that its run needs.
+
+    Attributes:
+        deaths: How many processes died in the task.
+        last_death: The process that died last, as JSON like ``holder``.
+        result: The result that the task was finished with, as JSON; "": it was not finished.
+        starts: How many times the task was started, this run included.
+    """
+
+    deaths: int
+    last_death: str
+    result: str
+    starts: int
 
 
 class NoAnswer(WillBeRedelivered):
@@ -80,6 +111,32 @@ class MessageClaim(Claim):
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
         super().__init__(message_table(alias), attempt, key, conf.get("LOCK_TIMEOUT"))
+
+    def take(self, holder: str) -> Any:
+        """
+        Claim the row, if no other run has it and its task has not ended.
+
+        Returns:
+            The claimed columns; otherwise the row, None: it was deleted.
+        """
+        self.asked_at = clock.now()
+        values = {"attempt": self.name, "token": self.token, "lease": self.seconds}
+        rows = queries.fetch(self.table.alias, "claim_message", holder=holder, **values)
+        return Claimed(*rows[0]) if rows else self.table.find(self.name)
+
+    def end_row(self, returned: str = "") -> bool:
+        """
+        Record that the task succeeded, or delete its row if none is kept.
+
+        Args:
+            returned: The return value of the task, as JSON; "": the row keeps its result.
+
+        Returns:
+            Whether the claim still held the row.
+        """
+        ends = "end_message" if conf.keeps_sent() else "erase_message"
+        values = {"attempt": self.name, "token": self.token, "result": returned or None}
+        return bool(queries.execute(self.table.alias, ends, **values))
 
     def _encode(self, result: Any) -> str:
         follower = self.follower
@@ -108,19 +165,12 @@ def claim_message(task: Any, request: Context, header: Header) -> Run:
             f"or let a worker that has it take the queue."
         )
     claim = MessageClaim(alias, header["attempt"], task, request)
-    table = claim.table
-
-    def ask() -> Any:
-        claim.asked_at = clock.now()
-        claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-        return table.find(claim.name) if claimed is None else claimed
-
     what, instead = f"The task {task.name}", "Put atomic() inside the function."
     try:
-        holder = claim.prepare(task, request, what, instead)
-        found = claim.ask(ask)
+        found = claim.take(claim.prepare(task, request, what, instead))
     except DatabaseError as error:
-        table.check_migrated(error)
+        claim.table.check_migrated(error)
+        claim.table.close()  # its server may not accept writes any more
         resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
     # Its own token: it was claimed, but the answer got lost.
     if isinstance(found, Claimed) or (found is not None and found.token == claim.token):
@@ -130,6 +180,141 @@ def claim_message(task: Any, request: Context, header: Header) -> Run:
         is_running = found.state == "running"
         reason = "another process runs it" if is_running else f"it is {found.state}"
     return refuse_run(task, request, reason)
+
+
+def run_carried(task: Any, request: Any, function: Function, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a carried task; see :func:`run_part`."""
+    return run_part(task, request, partial(function, *args, **kwargs))
+
+
+def run_part(task: Any, request: Any, part: Callable[[], Any], *, is_called: bool = True) -> Any:
+    """
+    Run a carried task, unless its message has ended or another process runs it.
+
+    Args:
+        part: Calls the task, or what its class does before that.
+        is_called: Whether it calls the task.
+
+    Raises:
+        MessageGoesOn: The task must not run for this message.
+        TaskPoisoned: So many processes died in the task that it is not run again.
+        ClaimLost: When the work was done, another run had claimed the message.
+    """
+    kept: Kept = request.safe_kept
+    run = kept.run
+    if request.is_eager or (run is not None and run.is_called):
+        return part()
+    if run is None:
+        run = kept.run = claim_message(task, request, kept.header)
+    run.is_called = is_called
+    try:
+        result = _call(run, request, kept.header, part)
+        # After a bare os.fork() the child also gets here, and holds nothing.
+        if run.claim.is_held and run.claim.is_finished:
+            run.claim.check_committed()
+    except BaseException as error:
+        if not _is_for_autoretry(task, error):
+            _fail(run, error)
+        raise
+    if run.is_called and run.claim.is_held:
+        _succeed(run, request, result)
+        if not run.claim.is_held:
+            request.safe_ended = "attempt"
+    return result
+
+
+def _succeed(run: Run, request: Context, result: Any) -> None:
+    """
+    End the row of a run that has returned, with what follows if that is carried too.
+
+    Raises:
+        MessageGoesOn: The row does not say that the task is done, so it runs elsewhere, or again.
+    """
+    task, follow = run.task, None
+    followers: list[Any] = [*(request.callbacks or ()), *(request.chain or ())[-1:]]
+    if (followers or request.chord) and run.resent is None and run.follower is None:
+        alias = run.claim.table.alias
+        if request.chord or not all(is_carried(task.app, one, alias) for one in followers):
+            if request.chord and is_carried(task.app, request.chord, alias):
+                end_with_body(run, request)
+            return  # Celery sends them, and then reports the success
+        follow = partial(send_followers, task, request, result)
+    try:
+        _check_storable(task, request, result)
+        run.succeed(follow)
+    except (DatabaseError, ClaimLost) as error:
+        raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
+    except Exception as error:
+        _fail(run, error)
+        raise
+    if follow is not None:
+        request.callbacks = request.chain = None
+
+
+def _fail(run: Run, error: BaseException) -> None:
+    """
+    Record a failure.
+
+    Raises:
+        MessageGoesOn: The row does not say so: no result is stored, and no errback is called.
+    """
+    is_failure = isinstance(error, Exception) and not isinstance(error, TaskPredicate)
+    if not run.fail(error) and is_failure:
+        text = f"Its end is not recorded ({describe_error(error)})"
+        raise WillBeRedelivered(text) from error
+
+
+def _call(run: Run, request: Context, header: Header, function: Callable[[], Any]) -> Any:
+    """Run the task, or return the result that it was finished with before its process died."""
+    found = run.found
+    if run.claim.lease is None:
+        run.begin(header)
+    if run.unrun or found.result:
+        if run.is_called:
+            reason = run.unrun or "its work was finished before, and its result is returned"
+            TASK_NOT_RUN.emit(run_carried, task=run.task.name, task_id=request.id, reason=reason)
+        return None if run.unrun else decode(found.result)
+    if found.deaths:
+        _refuse_after_deaths(run.task, request.id, found)
+    with run.claim.current():
+        run.has_begun = run.is_called
+        return function()
+
+
+def _refuse_after_deaths(task: Any, task_id: str | None, found: Claimed) -> None:
+    """
+    Refuse to run a task in which too many processes died.
+
+    Raises:
+        TaskPoisoned: So many processes died in the task that it is not run again.
+    """
+    given: int | conf.Unset | None = getattr(task, "max_deaths", conf.UNSET)
+    most: int | None = conf.get("MAX_DEATHS") if isinstance(given, conf.Unset) else given
+    if most is not None and found.deaths >= most:
+        last = decode_holder(found.last_death, HeldLock("")).holder
+        process = str(last._replace(task_id=None))
+        raise TaskPoisoned(f"{task.name}[{task_id}]", found.deaths, process)
+
+
+def _check_storable(task: Any, request: Context, result: Any) -> None:
+    """
+    Check that the result backend can take a result, as long as the row can fail because it can't.
+
+    Raises:
+        EncodeError: It can't: Celery would say so after the end of the row.
+    """
+    ignores = vars(request).get("ignore_result")
+    if result is None or (task.ignore_result if ignores is None else ignores):
+        return
+    backend = task.backend
+    if not isinstance(backend, DisabledBackend):
+        backend.encode(backend.prepare_value(result))
+
+
+def _is_for_autoretry(task: Any, error: BaseException) -> bool:
+    """Return whether Celery's ``autoretry_for``, which wraps the run, may retry this error."""
+    is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, TaskPoisoned))
+    return is_error and hasattr(task, "_orig_run")
 
 
 class Run:
@@ -171,7 +356,7 @@ class Run:
         if follower is None:
             return
         try:
-            self.unrun = self.claim.ask(lambda: follower.begin(self._task_id))
+            self.unrun = follower.begin(self._task_id)
         except DatabaseError as error:
             raise NoAnswer(f"No answer: {describe_error(error)}") from error
         if self.found.result:
@@ -233,11 +418,8 @@ class Run:
 
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
-        table, name = self.claim.table, self.claim.name
-        # A finished task has its result in the row already.
-        returned = "" if self.claim.is_finished else self.returned
-        end_row = partial(table.end, *self.held, returned)
-        follower = self.follower
+        table, follower = self.claim.table, self.follower
+        end_row = partial(self.claim.end_row, self.returned)
 
         def write() -> bool:
             if follower is not None:
@@ -252,7 +434,7 @@ class Run:
 
         if follow is not None or follower is not None:
             self.claim.stop_renewing()  # the row may be gone before the claim ends
-        return self._write_end(write, lambda: table.has_ended(name))
+        return self._write_end(write, lambda: table.has_ended(self.claim.name))
 
     def _write_end(self, write: Callable[[], bool], is_written: Callable[[], bool]) -> bool:
         """Execute the statement that ends the row; see :meth:`Claim.end_by`."""
@@ -364,11 +546,11 @@ class Run:
             with transaction.atomic(using=table.alias):
                 sender = OutboxSender.join(table.alias)
                 if own:  # written into the row of the task
-                    ours = rewrite(sender, own[0], *self.held, other_work=replaced)
+                    ours = sender.rewrite(own[0], *self.held, other_work=replaced)
                 else:
-                    ours = table.end(*self.held)
+                    ours = self.claim.end_row()
                 if ours and others:
-                    keep(sender, others, goes_on=True)
+                    sender.keep(others, goes_on=True)
             return ours
 
         self.claim.stop_renewing()

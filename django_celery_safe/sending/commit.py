@@ -1,87 +1,54 @@
 """
 Holding messages back until a transaction commits, and publishing them then.
 
-With ``task_always_eager`` there are no messages: a call checks and copies its arguments as it would
-for a message, and the task runs in this process at the commit.
+The commit calls a :class:`Send` for each call that sent something. Those without rows go out at
+that place, and are lost if the broker does not take them; see :class:`Sender`. Those with rows go
+out together at the first of these calls; see :class:`OutboxSender`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
-from traceback import format_exc
-from typing import Any, cast
+from typing import Any, Final, Self
 
 from celery import Celery
-from celery.canvas import Signature, _chain
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.result import EagerResult, GroupResult
-from celery.states import FAILURE, PENDING
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
-from kombu.serialization import loads
-from kombu.utils.uuid import uuid
+from django.db import Error as DatabaseError
+from kombu.exceptions import OperationalError
 
-from .. import conf
-from ..exceptions import ConfigurationError, WrongTransaction
+from .. import conf, queries
+from ..events import TASK_KEPT, TASK_KEPT_TOO, TASK_LOST, TASK_SENT
+from ..exceptions import CelerySafeError, ConfigurationError, WrongTransaction, find_soft_time_limit
+from ..locks import HeldLock
 from ..texts import describe_error, get_logger
-from ..transactions import Attempts, aliases_in_atomic, is_transaction_open
-from .arguments import serialize
+from ..transactions import Attempts, aliases_in_atomic, is_in_testcase, is_transaction_open
 from .capture import Message, capture
-from .deduplicate import Call
-from .outbox import Outbox, is_ours, keep, wants_outbox
-from .sender import OutboxSender, Sender
-from .typed import allow_get, as_sent_result, refuse_get
+from .deduplicate import settle
+from .outbox import (
+    NOT_REACHED,
+    Next,
+    Outbox,
+    message_table,
+    resend_delay,
+    rewrite,
+    time_to_wait,
+    write,
+)
+from .publisher import BrokerGone, Publisher, takes_lock
 
 logger = get_logger(__name__)
 
-
-def send_on_commit(
-    signature: Signature[Any],
-    *,
-    using: str | None = None,
-    outbox: Outbox | None = None,
-    **options: Any,
-) -> Any:
-    """
-    Send a signature or a canvas (chain, group, chord) when the transaction commits.
-
-    All messages are made now: ids are final, arguments are frozen, and values that
-    can't be sent raise here. If the transaction, or its savepoint, is rolled back,
-    nothing is sent. Outside a transaction the signature is sent at once.
-
-    Args:
-        signature: The signature to send, such as ``chain(fetch.si(1), parse.si(2))``.
-        using: Database alias whose commit to wait for; unset: ``"default"``.
-        outbox: Whether to keep the messages in the outbox until the broker has
-            them, even outside a transaction; ``"until_done"``: until their tasks have
-            ended; None: as its tasks or ``OUTBOX`` say.
-        options: See ``apply_async``.
-
-    Returns:
-        The result of ``apply_async``. Its ``send_error`` is None, or the error if a
-        publication failed after the commit.
-
-    Raises:
-        NotSerializable: A value can't travel in a message.
-        ConfigurationError: The database has no outbox.
-        WrongTransaction: ``using`` is in autocommit while another database is inside
-            ``atomic()``, so the send would not wait for that other database.
-    """
-    if not isinstance(signature, Signature):
-        raise TypeError(
-            f"send_on_commit got {signature!r} instead of a signature. Write task.si(...), "
-            f"chain(...), group(...) or chord(...); for one task, task.delay_on_commit(...)."
-        )
-    app = signature.app
-    if type(signature) is Signature and is_ours(app, str(signature.task)):
-        given = {"using": using, "outbox": outbox, "send_on_commit": True, **options}
-        return cast("Any", signature).apply_async(**given)
-    outbox = wants_outbox(app, signature) if outbox is None else conf.outbox(outbox)
-    if not must_wait(using) and (not outbox or app.conf.task_always_eager):
-        return as_sent_result(signature.apply_async(**options))
-    if app.conf.task_always_eager:
-        return as_sent_result(run_on_commit(signature, using, options))
-    return hold(app, signature.apply_async, using, options, outbox=outbox)
+#: A relay takes a row this long, in s, plus ``OUTBOX_SEND_TIMEOUT`` after its INSERT: by then
+#: the sender has died, or its transaction takes too long.
+GRACE: Final = 5.0
+#: Errors that must not escape from the commit if a row's state can't be read or written.
+UNSETTLED: Final = (DatabaseError, CelerySafeError)
 
 
 def must_wait(using: str | None) -> bool:
@@ -116,7 +83,7 @@ def must_wait(using: str | None) -> bool:
     return bool(connection.in_atomic_block)
 
 
-def hold(
+def send_or_hold(
     app: Celery,
     send: Callable[..., Any],
     using: str | None,
@@ -125,7 +92,7 @@ def hold(
     outbox: Outbox,
 ) -> Any:
     """
-    Make the messages of ``send`` now, and publish them when ``using`` commits.
+    Send now, or make the messages now, and publish them when ``using`` commits.
 
     Args:
         send: Called with the options; sends the task or canvas.
@@ -138,9 +105,23 @@ def hold(
 
     Raises:
         TypeError: The options have a connection or producer to another broker.
+        WrongTransaction, ConfigurationError: See :func:`must_wait`.
     """
+    if not must_wait(using) and not outbox:
+        return send(**options)
+    return hold(app, send, using, options, outbox)
+
+
+def hold(
+    app: Celery,
+    send: Callable[..., Any],
+    using: str | None,
+    options: dict[str, Any],
+    outbox: Outbox,
+) -> Any:
+    """Make the messages of ``send`` now, and publish them later; see :func:`send_or_hold`."""
     options = dict(options)
-    _refuse_other_broker(app, options)
+    refuse_other_broker(app, options)
     messages = list[Message]()
     result = capture(app, messages, partial(send, **options))
 
@@ -150,7 +131,7 @@ def hold(
         if outbox and messages:
             sender = OutboxSender.join(using)
             sender.is_sure = not was_in_atomic
-            keep(sender, messages, result, outbox)
+            sender.keep(messages, result, outbox)
         else:
             Sender.join(using).add(messages, result)
 
@@ -167,7 +148,7 @@ def hold(
     return result
 
 
-def _refuse_other_broker(app: Celery, options: dict[str, Any]) -> None:
+def refuse_other_broker(app: Celery, options: dict[str, Any]) -> None:
     """
     Remove the caller's producer or connection from ``options``.
 
@@ -192,89 +173,305 @@ def _refuse_other_broker(app: Celery, options: dict[str, Any]) -> None:
         )
 
 
-def run_task_on_commit(send: Callable[[Call], Any], call: Call, using: str | None) -> Any:
-    """Send a task when ``using`` commits, which runs it; see :func:`run_on_commit`."""
-    _check(call)
-    task, args, kwargs, options = call
-    _refuse_other_broker(task.app, options)
-    result: Any = EagerResult(options.get("task_id") or uuid(), None, PENDING)
-    result.is_duplicate = None
-    args, kwargs = _freeze(task.name, (args, kwargs))
-    frozen = Call(task, args, kwargs, {**options, "task_id": result.id, "throw": False})
-    return _put_off(task.name, result, partial(send, frozen), using)
+def refuse_get(result: Any, using: str | None) -> None:
+    """Let ``get()`` of a result, and of its parts, raise inside the transaction, until its end."""
+    for part in _parts(result):
+        part.get = partial(_get, part, using)
 
 
-def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping[str, Any]) -> Any:
+def allow_get(result: Any) -> None:
+    """Let ``get()`` be Celery's own: the transaction has committed."""
+    for part in _parts(result):
+        part.__dict__.pop("get", None)
+
+
+def _get(result: Any, using: str | None, *args: Any, **kwargs: Any) -> Any:
+    connection = transaction.get_connection(using)
+    if connection.in_atomic_block:
+        raise WrongTransaction(
+            f"get() of the result {result.id} is called inside the transaction of "
+            f"{connection.alias!r} whose commit the task waits for, so it would never return. "
+            f"Call it after the block, or send the task with send_on_commit=False."
+        )
+    return type(result).get(result, *args, **kwargs)
+
+
+def _parts(result: Any) -> Iterator[Any]:
+    """Yield a result, the members of a group, and the results that come before it in a chain."""
+    while result is not None:
+        yield result
+        for member in getattr(result, "results", None) or ():
+            yield from _parts(member)
+        result = result.parent
+
+
+@dataclass(eq=False)
+class Send:
     """
-    Run a canvas, or the signature of a plain task, when ``using`` commits.
+    The messages of one call; the commit calls this object.
 
-    If a task fails, the error is logged and affects neither the commit nor later callbacks.
-
-    Returns:
-        The result, with its final ids. It is pending until the commit fills it in.
-        None: the canvas is a chain without tasks.
-
-    Raises:
-        NotSerializable: A value could not travel in a message.
-        TypeError: The arguments don't fit the task.
+    Attributes:
+        sender: The sender of the open transaction.
+        result: The result of the call; None: it has none.
+        ids: The keys of the rows, in the order of the messages; empty: there are none.
+        goes_on: Whether a running task continues with these messages, so that they are not
+            duplicates of its own message.
     """
-    if isinstance(signature, _chain) and not signature.tasks:
-        return None  # as apply_async does
-    task = signature.app.tasks.get(str(signature.task))
-    if type(signature) is Signature and task is not None:
-        given = signature.clone(options.get("args"), options.get("kwargs"))
-        _check(Call(task, given.args, given.kwargs, {**given.options, **options}))
-    # The copy shares nothing with the original, not even the members of a group.
-    frozen, given = _freeze(str(signature.task), (signature, dict(options)))
-    result = _pending(frozen.freeze(given.pop("task_id", None)))
-    # With `throw`, or task_eager_propagates, the error of a task would escape
-    # from the commit, and the callbacks after this one would not run.
-    run = partial(frozen.apply_async, **{**given, "throw": False})
-    return _put_off(str(signature.task), result, run, using)
+
+    sender: Sender
+    messages: Sequence[Message]
+    result: Any = None
+    ids: Sequence[int] = ()
+    goes_on: bool = False
+
+    def __call__(self) -> None:
+        """
+        Send the messages; a failure affects neither the commit nor its other callbacks.
+
+        Raises:
+            SoftTimeLimitExceeded: A soft time limit of the task that commits was reached.
+        """
+        if self.result is not None:
+            allow_get(self.result)
+        self.sender.send(self)
 
 
-def _check(call: Call) -> None:
-    """Check a task's arguments as they would be checked for a message."""
-    task, args, kwargs, options = call
-    serializer = options.get("serializer") or task.serializer
-    args, kwargs = args or (), kwargs or {}
-    dump = getattr(task, "_dump_pydantic_arguments", None)  # since Celery 5.7
-    if dump is not None and serializer != "pickle":
-        args, kwargs = dump(args, kwargs)
-    serialize(task.name, (args, kwargs), serializer)
-    if task.typing:
-        task.__header__(*args, **kwargs)
+class Sender:
+    """
+    Sends what one transaction has sent without rows.
+
+    All calls share it, so they wait only once for a broker that is gone.
+
+    Args:
+        using: Alias of the database.
+    """
+
+    def __init__(self, using: str) -> None:
+        self.using = using
+        #: The messages that have rows, by their keys. SQLite gives the key of a row that was rolled
+        #: back to the next row.
+        self._kept: dict[int, tuple[Send, Message]] = {}
+        self._limit: SoftTimeLimitExceeded | None = None
+        self._publishers: dict[Celery, Publisher] = {}
+
+    @classmethod
+    def join(cls, using: str | None) -> Self:
+        """Return the sender of this kind of the open transaction."""
+        connection = transaction.get_connection(using)
+        for _, send, *_ in reversed(connection.run_on_commit):
+            if isinstance(send, Send) and type(send.sender) is cls:
+                # A test runs the callbacks of one block at a time, and not all of its transaction.
+                if is_in_testcase(connection.alias):
+                    break
+                return send.sender
+        return cls(connection.alias)
+
+    def add(self, messages: Sequence[Message], result: Any = None, **facts: Any) -> None:
+        """Send the messages of a call when the open transaction commits; see :class:`Send`."""
+        send = Send(self, messages, result, **facts)
+        rows = zip(send.ids, messages, strict=False)
+        self._kept |= {pk: (send, message) for pk, message in rows}
+        transaction.on_commit(send, using=self.using)
+
+    def send(self, send: Send) -> None:
+        """Send the messages of a call."""
+        for message in send.messages:
+            if self._send(send, message):
+                self._announce(message)
+        if self._limit is not None:
+            raise self._limit
+
+    def _send(self, send: Send, message: Message, *, now: bool = True) -> bool | None:
+        """
+        Publish a message, and report what became of it.
+
+        Args:
+            now: Whether the broker gets it; otherwise it only takes its lock.
+
+        Returns:
+            True: it was published. False: it is a duplicate. None: it could not be published.
+        """
+        outer = sys.exc_info()[1]
+        try:
+            duplicate = self._publish(send, message, now=now)
+        except BrokerGone as gone:
+            self._record_failure(send, message, gone.error)
+            return None
+        except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
+            limit = find_soft_time_limit(error, outer)
+            self._limit = limit or self._limit
+            self._record_failure(send, message, limit or error)
+            return None
+        result = send.result
+        if result is not None and result.is_duplicate is None and result.id == message.task_id:
+            settle(result, message.options["headers"], duplicate)
+        return duplicate is None
+
+    def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
+        """Publish a message; return the lock that makes it a duplicate, or None."""
+        is_retry = send.goes_on and bool(message.options["headers"].get("retries"))
+        if message.app not in self._publishers:
+            self._publishers[message.app] = self._make_publisher(message.app)
+        publisher = self._publishers[message.app]
+        return publisher.publish(message, again=send.goes_on, begun=is_retry, now=now)
+
+    def _make_publisher(self, app: Celery) -> Publisher:
+        return Publisher(app)
+
+    def _announce(self, message: Message) -> None:
+        try:
+            self._publishers[message.app].announce(message)
+            TASK_SENT.emit(Sender, task=message.task, task_id=message.task_id, relayed=False)
+        except SoftTimeLimitExceeded as limit:
+            self._limit = limit
+
+    def _record_failure(self, send: Send, message: Message, error: Exception) -> None:
+        if send.result is not None and send.result.send_error is None:
+            send.result.send_error = error
+        self._emit_failure(message, error)
+
+    def _emit_failure(self, message: Message, error: Exception) -> None:
+        facts: dict[str, Any] = {"task": message.task, "task_id": message.task_id, "error": error}
+        TASK_LOST.emit(Sender, exc_info=error, kept=False, attempts=0, **facts)
 
 
-def _freeze(task: str, values: tuple[Any, ...]) -> Any:
-    content_type, encoding, data = serialize(task, (values, {}), "pickle")
-    return loads(data, content_type, encoding, accept={content_type})[0]
+class OutboxSender(Sender):
+    """
+    A relay for the outbox rows that its own transaction wrote.
 
+    The rows are born claimed, by the one token of their transaction. After the commit their
+    messages are published within ``OUTBOX_SEND_TIMEOUT``: the sender looks which rows were
+    committed and are still its own, publishes their messages, ends the rows of those that the
+    broker has, and leaves the others to a relay. If the process dies on any line, a relay has the
+    rows when their time is over.
 
-def _put_off(task: str, result: Any, run: Callable[[], Any], using: str | None) -> Any:
-    """Let the commit of ``using`` run a task; return its result."""
-    refuse_get(result, using)
-    transaction.on_commit(partial(_fill_in, task, result, run), using=using)
-    return result
+    Attributes:
+        is_sure: Whether nothing can have rolled the rows back: they were committed at once.
+        token: The claim of the rows.
+        held: How long the rows belong to it after their INSERT, s.
+    """
 
+    is_sure = False
 
-def _fill_in(task: str, result: Any, run: Callable[[], Any]) -> None:
-    """Run a task, and make its pending result the result of the run."""
-    allow_get(result)
-    try:
-        found = run()
-    except SoftTimeLimitExceeded:
-        raise  # the limit belongs to the task that commits
-    except Exception as error:
-        text = "Task %s[%s] failed when it ran eagerly at the commit: %s"
-        logger.error(text, task, result.id, describe_error(error), exc_info=error)
-        if not isinstance(result, EagerResult):
+    def __init__(self, using: str) -> None:
+        super().__init__(using)
+        self.token = os.urandom(16).hex()
+        self._timeout = float(conf.get("OUTBOX_SEND_TIMEOUT"))
+        self.held = self._timeout + GRACE
+        #: A send that starts before this time ends before a relay takes its rows, even if its
+        #: last publication takes as long as all others together.
+        self._ours_until = time.monotonic() + max(0.0, GRACE - self._timeout)
+        #: When the sends of the commit have had their time; 0: they have not begun.
+        self._give_up_at = 0.0
+        #: The errors that were reported for a message of the commit.
+        self._reported: set[str] = set()
+
+    def keep(
+        self,
+        messages: Sequence[Message],
+        result: Any = None,
+        outbox: Outbox = True,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Write the messages of a call to the outbox, and send them after the commit."""
+        ids = write(self.using, messages, outbox, token=self.token, held=self.held)
+        self.add(messages, result, ids=ids, goes_on=goes_on)
+
+    def rewrite(self, message: Message, name: str, token: str, *, other_work: bool) -> bool:
+        """
+        Write the message with which a carried task continues into its row, and send it.
+
+        Args:
+            name: The attempt that the row is for.
+            token: The token of the run's claim.
+            other_work: Whether the message is for other work, so that a result that this task was
+                finished with does not count for it.
+
+        Returns:
+            Whether the claim still held the row.
+        """
+        values = {"name": name, "token": token, "result": "" if other_work else None}
+        pk = rewrite(self.using, message, sender=self.token, held=self.held, **values)
+        if pk is not None:
+            self.add([message], ids=[pk], goes_on=True)
+        return pk is not None
+
+    def send(self, send: Send) -> None:
+        """Send all messages of the transaction, at the first call."""
+        if self._give_up_at:
             return
-        found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
-    result.__dict__.update(found.__dict__)
+        self._give_up_at = time.monotonic() + self._timeout
+        try:
+            ours = self._find()
+        except UNSETTLED as error:
+            what = "could not be looked for after the commit, and wait for a relay"
+            self._warn(self._kept, what, error)
+            return
+        outcomes = dict.fromkeys(ours, NOT_REACHED)
+        try:
+            for pk, (each, message) in self._kept.items():
+                if pk in ours:
+                    self._send_kept(pk, each, message, outcomes)
+        finally:
+            self._end(outcomes)
+        if self._limit is not None:
+            raise self._limit
+
+    def _find(self) -> set[int]:
+        """Return the keys of the rows that were committed and that no relay takes meanwhile."""
+        in_time = time.monotonic() < self._ours_until
+        checked = (_is_checked_by_run(message) for _, message in self._kept.values())
+        if self.is_sure or (in_time and all(checked)):
+            return set(self._kept)
+        name = "find_written" if in_time else "hold_messages"
+        values = {"token": self.token, "held": self.held}
+        return {pk for (pk,) in queries.fetch(self.using, name, [*self._kept], **values)}
+
+    def _send_kept(self, pk: int, send: Send, message: Message, outcomes: dict[int, Next]) -> None:
+        """Publish a message unless its eta is far away; set what its row is to say."""
+        wait = None if message.eta is None else time_to_wait(message)
+        is_sent = self._send(send, message, now=wait is None)
+        if is_sent and wait is not None:
+            outcomes[pk] = Next(wait, "await_eta")
+        elif is_sent is not None:
+            outcomes[pk] = Next(resend_delay(message) if is_sent and message.attempt else None)
+        if is_sent and wait is None:
+            self._announce(message)
+
+    def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
+        if self._limit is not None:
+            raise self._limit
+        if not self._has_time():
+            raise OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
+        return super()._publish(send, message, now=now)
+
+    def _make_publisher(self, app: Celery) -> Publisher:
+        return Publisher(app, self._timeout, has_time=self._has_time)
+
+    def _has_time(self) -> bool:
+        return time.monotonic() < self._give_up_at
+
+    def _emit_failure(self, message: Message, error: Exception) -> None:
+        text = describe_error(error)
+        event = TASK_KEPT_TOO if text in self._reported else TASK_KEPT
+        self._reported.add(text)
+        facts: dict[str, Any] = {"task": message.task, "task_id": message.task_id, "error": error}
+        event.emit(Sender, kept=True, attempts=0, **facts)
+
+    def _end(self, outcomes: dict[int, Next]) -> None:
+        """Record which messages were sent, and leave the others to a relay."""
+        try:
+            message_table(self.using).record_sent(self.token, outcomes)
+        except UNSETTLED as error:
+            what = "stay in the outbox, so that a relay sends them, again if need be"
+            self._warn(outcomes, what, error)
+
+    def _warn(self, rows: Sized, what: str, error: Exception) -> None:
+        said = describe_error(error)
+        logger.warning("%d message(s) of %r %s: %s", len(rows), self.using, what, said)
 
 
-def _pending(result: Any) -> Any:
-    if isinstance(result, GroupResult):
-        return GroupResult(result.id, [_pending(part) for part in result], result.parent)
-    return EagerResult(result.id, None, PENDING)
+def _is_checked_by_run(message: Message) -> bool:
+    """Return whether a message without a row does nothing at all, because no run can claim it."""
+    return bool(message.attempt) and not takes_lock(message)

@@ -31,7 +31,7 @@ from ..delivery.header import HEADER, Header, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..locks import HeldLock
 from .capture import CAPTURED
-from .serialization import find_headers
+from .outbox import find_headers
 from .typed import SentResult, as_sent_result
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from ..databases import Now
 from ..leases.holder import HOST
 from ..texts import describe_error, get_logger
 from ..transactions import Attempts, lacks_table
-from .message_table import message_table
+from .outbox import message_table
 
 logger = get_logger(__name__)
 

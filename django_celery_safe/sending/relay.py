@@ -34,14 +34,20 @@ from ..leases.lease import clock
 from ..texts import describe_error, get_logger
 from ..transactions import DISCONNECTED
 from ..values import seconds_until
-from .broker import BrokerGone
 from .capture import Message
 from .followed import Fault, fail_unrun
 from .housekeeping import Housekeeping
-from .message_table import NOT_REACHED, Next, message_table
-from .outbox import EXPIRED, resend_delay, time_to_wait
-from .publisher import Publisher
-from .serialization import ForAnotherRelay, to_message
+from .outbox import (
+    EXPIRED,
+    NOT_REACHED,
+    ForAnotherRelay,
+    Next,
+    message_table,
+    resend_delay,
+    time_to_wait,
+    to_message,
+)
+from .publisher import BrokerGone, Publisher
 
 if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
@@ -209,11 +215,10 @@ class Relay:
         rows = self._claim()
         self._next = {row.pk: NOT_REACHED for row in rows}
         try:
-            claimed = self._read(rows)
             gone: list[BrokerGone] = []
-            for app in {one.message.app for one in claimed}:
+            for app, claimed in self._read(rows).items():
                 try:
-                    self._publish(app, [one for one in claimed if one.message.app is app], stop_at)
+                    self._publish(app, claimed, stop_at)
                 except BrokerGone as error:
                     gone.append(error)  # another app's broker may be available
             if gone:
@@ -256,8 +261,9 @@ class Relay:
             self._judges_at = now + self._patience
         return now >= self._judges_at
 
-    def _read(self, rows: list[OutboxMessage]) -> list[ClaimedMessage]:
-        claimed: list[ClaimedMessage] = []
+    def _read(self, rows: list[OutboxMessage]) -> dict[Celery, list[ClaimedMessage]]:
+        """Return the messages to publish, by their apps."""
+        claimed: dict[Celery, list[ClaimedMessage]] = {}
         for row in rows:
             try:
                 one = ClaimedMessage.of(row)
@@ -267,7 +273,7 @@ class Relay:
                     # Its sender has died before it said so.
                     self._next[row.pk] = Next(wait, "await_eta")
                 else:
-                    claimed.append(one)
+                    claimed.setdefault(one.message.app, []).append(one)
             except ForAnotherRelay as error:
                 self._next[row.pk] = Next(PUT_OFF, "give_back", str(error))
             except ValueError as error:

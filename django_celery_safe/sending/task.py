@@ -14,7 +14,7 @@ from kombu.exceptions import EncodeError
 
 from .. import conf
 from ..concurrency.guard import find_guarded, name_lock
-from ..delivery.call import wrap_run
+from ..delivery.call import wrap_class, wrap_run
 from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import HEADER, Header, read_given_fields, read_header
 from ..events import SENT_IN_ATOMIC
@@ -23,11 +23,10 @@ from ..resuming.checkpoints import HandedOver
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic
 from ..usage import calling_line
-from .arguments import check_arguments, explain, refuse_misspelt
-from .capture import CAPTURED
-from .carried import wrap_class
+from .canvas import run_task_on_commit
+from .capture import CAPTURED, check_arguments, explain, refuse_misspelt
 from .carried_run import find_run, is_by_row
-from .commit import hold, must_wait, run_task_on_commit
+from .commit import must_wait, send_or_hold
 from .deduplicate import SIGNATURES, Call, lock_fields, pass_on, run_with_lock, send_once
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .typed import DjangoTask, P, R, SentResult, Task, as_sent_result
@@ -226,21 +225,20 @@ class SafeTaskMixin(Task[P, R]):
         using, outbox = ours.get("using"), ours.get("outbox")
         if not isinstance(outbox, bool):
             outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
-        eager = self.app.conf.task_always_eager
+
+        def send(**options: Any) -> SentResult[R]:
+            return self._send(call._replace(options=options))
+
         result: SentResult[R]
-        if not must_wait(using) and (eager or not outbox):
-            result = self._send(call)
-        elif eager:
+        if not self.app.conf.task_always_eager:
+            result = send_or_hold(self.app, send, using, call.options, outbox=outbox)
+        elif must_wait(using):
             # What is wrong is an error of the call, as for a message.
             check_arguments(self.name, call.args, call.kwargs, *_signatures_in(call.options))
             self._with_header(call, Header())
             result = run_task_on_commit(self._send, call, using)
         else:
-
-            def send(**options: Any) -> SentResult[R]:
-                return self._send(call._replace(options=options))
-
-            result = hold(self.app, send, using, call.options, outbox=outbox)
+            result = self._send(call)
         return result
 
     def _send(

@@ -1,15 +1,14 @@
 """
 Tasks in stages: tasks of one priority run together, lower priorities after higher ones.
 
-``plan`` checks what can be run, ``engine`` moves a run from stage to stage, and ``follower`` is
-what a step adds to the message that carries it: see ``sending.carried``.
+``plan`` checks what can be run. ``engine`` moves a run from stage to stage, and has what a step
+adds to the message that carries it: see ``sending.carried_run``.
 """
 
 from __future__ import annotations
 
 from .engine import start
-from .entries import Entry
-from .plan import Plan, make_plan
+from .plan import Entry, Plan, make_plan
 from .status import Progress, StageProgress, Status
 from .step_tasks import step
 

@@ -1,10 +1,14 @@
 """
-The changes of a run, from its start to its end.
+The changes of a run, from its start to its end, and what a run of a message means for its step.
 
 One statement records that a step succeeded. After its commit, the step's process checks
 whether the stage is complete. The last step to be recorded sees all the others, so at least
 one process tries to start the next stage; the lock on the run's row makes sure that only one
-does. Every other change is one transaction that locks the run's row first, then the message
+does. The message of a step ends last: in the transaction that begins the next stage, if the stage
+is complete. So whoever dies in between leaves a message that comes back, finds its step succeeded,
+and goes on without calling anything.
+
+Every other change is one transaction that locks the run's row first, then the message
 that ends, then the rows of steps. That transaction also writes the messages of the next steps
 into the outbox. No result backend is involved.
 """
@@ -14,31 +18,100 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextvars import copy_context
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
+from django.apps import apps
 from django.db import Error as DatabaseError
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, connections, router, transaction
 
 from .. import queries
-from ..databases import Now
+from ..databases import Now, refuse_untested
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_RESUMED, RUN_STARTED, STEP_FAILED
-from ..exceptions import AlreadyStarted, IllegalTransition
+from ..exceptions import AlreadyStarted, IllegalTransition, InvalidResult
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault, Held
 from ..texts import describe_error
 from ..transactions import MOST_KEYS, Attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
-from .entries import LONGEST_PARAMS
-from .plan import Plan, make_labels, make_plan
+from .plan import LONGEST_PARAMS, Plan, encode_named, make_labels, make_plan, read_entry
 from .status import Status
 from .step_messages import send
-from .step_table import HANDED_OVER, MODELS, StepTable, step_table, table_in
 
 if TYPE_CHECKING:
-    from ..models.stage_states import StageSteps
+    from ..models.stage_states import StageRuns, StageSteps
     from ..models.stages import StageRun, StageStep
+
+#: The models of the tables.
+MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
+#: Fields that are read when a run is locked; the others are read when they are used.
+LOCKED: Final = ("id", "key", "name", "status", "stage", "stages", "params_text")
+#: The fields of a step that one stage hands over to the next, in the order of the model.
+HANDED_OVER: Final = (
+    "id", "run_id", "stage", "task", "arguments_text", "task_id", "params_text",
+)  # fmt: skip
+#: The error type of a step that failed without an exception, so that lists can filter by it.
+RETURNED_FALSE: Final = "ReturnedFalse"
+#: Advice on the value that a step returns.
+STEP_RESULT: Final = (
+    "Return a dict of plain data for the next stages, None, True, False, or (success, dict)."
+)
+NOT_CALLED: Final = Fault(
+    InvalidResult.__name__,
+    "Its function was not called: what is above @stages.step returned something instead.",
+)
+#: Why a step whose message comes back after the end of its run is aborted.
+DIED: Final = Fault("", "Its process died before the run ended.")
+
+
+class Found(NamedTuple):
+    """The columns of a step and of its run that the step's message needs."""
+
+    status: str
+    run: int
+    stage: int
+    arguments: str
+    run_status: str
+    params: str
+
+
+#: The same columns, as the ORM names them.
+FOUND: Final = ("status", "run_id", "stage", "arguments_text", "run__status", "run__params_text")
+
+
+class StepTable:
+    """The runs and steps in one database, and the outbox that carries them; see ``table_in``."""
+
+    #: Managers, which have the methods of these querysets.
+    runs: StageRuns
+    steps: StageSteps
+    messages: Any
+
+    def __init__(self, alias: str) -> None:
+        refuse_untested(alias, "hold runs of stages")
+        self.alias = alias
+        managers = [_model(name).objects.db_manager(alias) for name in MODELS]
+        self.runs, self.steps, self.messages = managers
+
+    def at(self, pk: int, task_id: str) -> StageSteps:
+        """Return a queryset of the step that messages with this task id run: one row or none."""
+        return self.steps.filter(pk=pk, task_id=task_id)
+
+
+def _model(name: str) -> Any:
+    return apps.get_model("django_celery_safe", name)
+
+
+def step_table() -> StepTable:
+    """Return the runs and steps in the database to which the router writes them."""
+    return table_in(router.db_for_write(_model("StageRun")))
+
+
+#: Returns the table in the database with this alias.
+table_in = lru_cache(StepTable)
 
 
 def start(
@@ -145,13 +218,28 @@ def _write(store: StepTable, plan: Plan, labels: dict[str, str]) -> StageRun:
     return run
 
 
+@contextmanager
+def _locked(store: StepTable, pk: int) -> Iterator[StageRun | None]:
+    """
+    Lock a run for the block, in a transaction; None: it was deleted.
+
+    The lock is an UPDATE, which works on every database. Under a stricter isolation an
+    UPDATE fails, where a SELECT would get the lock and continue with outdated values.
+    """
+    for attempt in Attempts(store.alias, f"A change of run {pk}"):
+        with attempt, transaction.atomic(using=store.alias):
+            rows = queries.fetch(store.alias, "lock_run", pk=pk)
+            attempt.is_won = True
+            yield store.runs.model.from_db(store.alias, LOCKED, rows[0]) if rows else None
+
+
 def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
     """
     Continue a run whose stage seems to be complete, and end the message of its last step.
 
     ``write`` ends the message, and returns whether its claim still held it.
     """
-    with store.runs.locked(pk) as run:
+    with _locked(store, pk) as run:
         if run is not None and run.status not in Status.STOPPED:
             go_on(store, run)
         return write()
@@ -165,7 +253,7 @@ def fail(store: StepTable, row: StageSteps, write: Callable[[], bool], fault: Fa
     """
     if (step := row.first()) is None:
         return write()
-    with store.runs.locked(step.run_id) as run:
+    with _locked(store, step.run_id) as run:
         settle(store, row)
         ours = write()
         active = None if run is None or run.status in Status.STOPPED else run
@@ -200,7 +288,7 @@ def settle(store: StepTable, steps: StageSteps) -> None:
 
 def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
     """Let a running step wait for its message again; where its run has stopped, abort it."""
-    with store.runs.locked(pk) as run:
+    with _locked(store, pk) as run:
         stopped = run is None or run.status in Status.STOPPED
         if stopped:
             settle(store, row)
@@ -246,10 +334,13 @@ def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     Raises:
         NotPlain: They are too large.
     """
+    texts = [step.params_text for step in ended if step.params_text]
+    if not texts:
+        return run.params_text
     params: dict[str, Any] = decode(run.params_text)
-    for step in ended:
-        params |= decode(step.params_text or "{}")
-    return encode(params, LONGEST_PARAMS) if params else "{}"
+    for text in texts:
+        params |= decode(text)
+    return encode(params, LONGEST_PARAMS)
 
 
 def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
@@ -324,7 +415,7 @@ def _deciding(
     store: StepTable, run: StageRun, action: str, allowed: Collection[str]
 ) -> Iterator[StageRun]:
     """Lock a run for an operator's decision, if its status allows that; refresh it afterwards."""
-    with store.runs.locked(run.pk) as now:
+    with _locked(store, run.pk) as now:
         if now is None or now.status not in allowed:
             reason = "it was deleted" if now is None else f"its status is {now.status}"
             raise IllegalTransition(str(run), action, reason)
@@ -354,3 +445,140 @@ def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
         step.task_id = str(uuid.uuid4())
     rows.restart(steps)
     return steps
+
+
+class Outcome(NamedTuple):
+    """
+    The outcome of a step's function.
+
+    Attributes:
+        result: The value that the function returned.
+        success: Whether the step succeeded.
+        params: The part of the result for the next stages, not yet checked.
+        error: The text to record if the step did not succeed.
+    """
+
+    result: Any
+    success: bool
+    params: Any
+    error: str
+
+
+class StepFollower:
+    """
+    The step of one message, or of one eager call.
+
+    Args:
+        pk: The step.
+        alias: The database with its row and that of its message.
+    """
+
+    def __init__(self, pk: int, alias: str) -> None:
+        self.pk, self.table = pk, table_in(alias)
+        #: The step as it was begun; None: it was not, or there is none.
+        self.found: Found | None = None
+        #: The run's params, for the step's function.
+        self.params: dict[str, Any] = {}
+        #: Whether the success is recorded, so that nothing later changes it.
+        self.is_recorded = False
+        #: Why a run that has returned is no success; None: it is one.
+        self.fault: Fault | None = NOT_CALLED
+        #: Where the step's function was called: the messages of the next stage bring along what
+        #: was set there, such as the acting user of a project's task class.
+        self.context = copy_context()
+        #: What it returned for the next stages, as JSON; "": nothing.
+        self._params = self._task_id = ""
+
+    def begin(self, task_id: str) -> str:
+        """Set the step to running; return why its function must not be called, or ""."""
+        self._task_id = task_id
+        rows: Any = queries.fetch(self.table.alias, "begin_step", pk=self.pk, task_id=task_id)
+        rows = rows or self._row().values_list(*FOUND)
+        if not rows:
+            return self._go_without("its step is gone, or has another message")
+        self.found = found = Found(*rows[0])
+        if found.status != Status.RUNNING:
+            return self._go_without(f"its step is {found.status}")
+        if found.run_status in Status.STOPPED:
+            put_back(self.table, self._row(), found.run, DIED)
+            return self._go_without(f"its run is {found.run_status}")
+        self.params = decode(found.params)
+        if found.run_status == Status.WAITING:
+            queries.execute(self.table.alias, "begin_run", pk=found.run)
+        return ""
+
+    def _go_without(self, why: str) -> str:
+        self.is_recorded, self.fault = True, None
+        return why
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the plan's entry."""
+        return read_entry("" if self.found is None else self.found.arguments).options
+
+    def read(self) -> StageStep:
+        """Return the row of the step, with its run; one query."""
+        return self._row().select_related("run").get()
+
+    def take(self, outcome: Outcome, task: str) -> None:
+        """
+        Take what the step's function returned.
+
+        Raises:
+            InvalidResult: It can't be kept for the next stages.
+        """
+        self._params = self.encode(outcome.params, task)
+        self.fault = None if outcome.success else Fault(RETURNED_FALSE, outcome.error)
+
+    def encode(self, result: Any, work: str) -> str:
+        """
+        Return the text that is stored for a step's params.
+
+        Raises:
+            InvalidResult: They are no dict of plain data, or too long.
+        """
+        try:
+            return "" if result is None else encode_named(result)
+        except NotPlain as error:
+            raise InvalidResult(work, str(error), STEP_RESULT) from error
+
+    def finish(self, text: str) -> None:
+        """Take the argument of ``finish()``, as the message has it."""
+        self._params, self.fault = "" if text == NOTHING else text, None
+
+    def end(self, held: Held | None, write: Callable[[], bool]) -> bool:
+        """Record the success, and end the message together with what follows in the run."""
+        if not self.is_recorded:
+            # If the claim was lost, this changes nothing, and write() says so.
+            succeed(self.table, self.pk, self._task_id, self._params, held)
+            self.is_recorded = True
+        if self.found is None or self._is_stage_open(self.found):
+            return write()
+        return self.context.run(leave, self.table, self.found.run, write)
+
+    def end_eagerly(self) -> None:
+        """Record the outcome of an eager run, which has no message."""
+        if self.fault is None:
+            self.end(None, lambda: True)
+        else:
+            self.fail(self._task_id, lambda: True, self.fault)
+
+    def _is_stage_open(self, found: Found) -> bool:
+        place = {"run": found.run, "stage": found.stage}
+        return bool(queries.fetch(self.table.alias, "find_unfinished_step", **place))
+
+    def wait(self, held: Held, fault: Fault) -> None:
+        """Let the step wait for the message that is sent again, unless its run has stopped."""
+        if self.found is not None:
+            put_back(self.table, self._row().held(*held), self.found.run, fault)
+
+    def fail(self, task_id: str, write: Callable[[], bool], fault: Fault) -> bool:
+        """Fail the step together with its message, and stop its run; see :func:`fail`."""
+        return fail(self.table, self.table.at(self.pk, task_id), write, fault)
+
+    def note(self, task_id: str, fault: Fault) -> None:
+        """Show why a worker did not take the message of a step that waits."""
+        self.table.at(self.pk, task_id).waiting().record(Status.WAITING, fault)
+
+    def _row(self) -> StageSteps:
+        return self.table.at(self.pk, self._task_id)

@@ -14,11 +14,11 @@ from ..delivery.header import HEADER, Header
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
 from ..sending.outbox import UNTIL_DONE
-from .entries import get_step_layer, read_entry
-from .step_table import StepTable
+from .plan import get_step_layer, read_entry
 
 if TYPE_CHECKING:
     from ..models.stages import StageStep
+    from .engine import StepTable
 
 #: The steps that wait while this thread runs other steps eagerly.
 _eager = threading.local()
@@ -40,7 +40,7 @@ def send(store: StepTable, steps: Sequence[StageStep]) -> None:
             # A signature also sends a task that only other workers know.
             app.signature(step.task).apply_async(args, kwargs, **options)
 
-    hold(app, send_all, store.alias, {}, outbox=UNTIL_DONE)
+    hold(app, send_all, store.alias, {}, UNTIL_DONE)
 
 
 def runs_eagerly() -> bool:

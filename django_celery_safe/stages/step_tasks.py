@@ -25,7 +25,7 @@ from ..exceptions import ConfigurationError, InvalidResult
 from ..locks.misuse import refuse_misplaced
 from ..sending.carried_run import Run, find_run
 from ..sending.followed import Fault, find_follower
-from .follower import STEP_RESULT, Outcome, StepFollower
+from .engine import STEP_RESULT, Outcome, StepFollower
 
 F = TypeVar("F", bound=Callable[..., Any])
 

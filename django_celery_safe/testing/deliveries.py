@@ -22,9 +22,7 @@ from ..delivery.header import read_header
 from ..exceptions import WrongTransaction
 from ..resuming.checkpoints import Cursor
 from ..sending.deduplicate import publish_once
-from ..sending.message_table import Next, message_table
-from ..sending.outbox import resend_delay
-from ..sending.serialization import to_message
+from ..sending.outbox import Next, message_table, resend_delay, to_message
 from ..transactions import aliases_in_atomic
 from .messages import Sent, as_sent, check_task, committing, kept_from_broker
 

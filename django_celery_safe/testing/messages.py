@@ -19,8 +19,8 @@ from kombu.serialization import dumps, loads
 
 from ..concurrency.sent import find_lock_of
 from ..delivery.header import read_header
-from ..sending import broker
-from ..sending.sender import OutboxSender
+from ..sending import capture, publisher
+from ..sending.commit import OutboxSender
 from ..transactions import in_testcase_only
 
 
@@ -95,8 +95,8 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
         for owner, name, replacement in (
             (Producer, "publish", publish),
             (Celery, "backend", property(results)),
-            (broker, "bounded_backend", lambda app, seconds: results(app)),
-            (broker, "connect", lambda producer: None),
+            (capture, "bounded_backend", lambda app, seconds: results(app)),
+            (publisher, "connect", lambda producer: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         if outbox_too:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery, current_app
 
-from ..sending.message_table import message_table
+from ..sending.outbox import message_table
 from ..stages import engine, step_messages
+from ..stages.engine import table_in
 from ..stages.plan import Plan
 from ..stages.status import Status
-from ..stages.step_table import table_in
 from .deliveries import deliver, refuse_transaction, take
 from .messages import Sent, kept_from_broker
 

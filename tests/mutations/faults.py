@@ -208,7 +208,7 @@ sending.commit:must_wait: a task is sent before the commit
 sending.commit:must_wait: a task for another database's transaction is sent at once
 -if not is_open and (
 +if False and (
-sending.sender:Sender._send: an error of one send skips the other callbacks of the commit
+sending.commit:Sender._send: an error of one send skips the other callbacks of the commit
 -except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
 +except ArithmeticError as error:
 sending.relay:Relay._claim: a row whose transaction committed late is never relayed
@@ -225,11 +225,8 @@ sending.relay:ClaimedMessage.is_expired: a message that expired is sent again
 sending.relay:Relay._settle: what a relay could not send waits a minute for another one
 -record_sent(self._token, self._next)
 +record_sent(self._token, {k: n for k, n in self._next.items() if n != NOT_REACHED})
-sending.carried:_follow_death: a carried task of a killed process waits for its lease's end
+sending.carried_ends:_follow_death: a carried task of a killed process waits for its lease's end
 -.update(due_at=Now())
-sending.carried_run:Run.end: a finished task's recorded result is overwritten by its return value
--"" if self.claim.is_finished else
-+"" if False else
 sending.carried_run:Run._record: a carried task that is retried or requeued counts as done
 -return self._put_back(error, DATABASE_AWAY if isinstance(error, NoAnswer) else later)
 +return self.end()
@@ -262,7 +259,7 @@ idempotency.records:RecordClaim.fail: a failure is not reported
 -not isinstance(error, TaskPredicate)
 +False
 [stages]
-stages.follower:StepFollower._is_stage_open: a run stops after its first stage
+stages.engine:StepFollower._is_stage_open: a run stops after its first stage
 -return bool(
 +return not bool(
 stages.engine:go_on: a stage begins before the one before it has ended
@@ -283,13 +280,13 @@ stages.engine:start: a second run with a key fails with IntegrityError instead o
 stages.engine:_restart: a process that stood still ends a step that was resumed meanwhile
 -drop_messages(store, rows, claimed=True)
 +pass
-stages.follower:StepFollower.begin: a succeeded step whose message returns is called
+stages.engine:StepFollower.begin: a succeeded step whose message returns is called
 -if found.status != Status.RUNNING:
 +if False:
-stages.follower:StepFollower.begin: a step of an aborted run is run
+stages.engine:StepFollower.begin: a step of an aborted run is run
 -if found.run_status in Status.STOPPED:
 +if False:
-stages.follower:StepFollower.wait: an attempt that lost its step puts it back for the winner
+stages.engine:StepFollower.wait: an attempt that lost its step puts it back for the winner
 -self._row().held(*held)
 +self._row()
 stages.engine:succeed: an attempt that lost its step ends it under the one that has it
@@ -298,7 +295,7 @@ stages.engine:succeed: an attempt that lost its step ends it under the one that 
 stages.step_tasks:run_step: a step that was finished and then fails counts as both
 -elif not outcome.success:
 +elif False:
-sending.carried:_call: a step that kills its worker is run again for ever
+sending.carried_run:_call: a step that kills its worker is run again for ever
 -_refuse_after_deaths(run.task, request.id, found)
 +pass
 [ground]
@@ -321,21 +318,21 @@ emitting:emit_in_background: a slow receiver of a signal delays the renewal of l
 -_waiting.put((emit, args))
 +emit(*args)
 [models]
-models.message_states:OutboxMessages.pending: a relay gives back a message that a worker runs
+models.outbox:OutboxMessages.pending: a relay gives back a message that a worker runs
 -state=State.PENDING)
 +state__in=[State.PENDING, State.RUNNING])
-models.message_states:OutboxMessages.due: the newest messages are sent first
+models.outbox:OutboxMessages.due: the newest messages are sent first
 -.order_by("due_at", "pk")
 +.order_by("-due_at", "pk")
 queries.sql:end_message: a run that lost its claim ends the row of the run that has it
 - AND token = :token
-models.message_states:OutboxMessages.fail_task: a run that lost its claim fails the row of another
+models.outbox:OutboxMessages.fail_task: a run that lost its claim fails the row of another
 -self.claimed(token).update(**sets, **kept)
 +self.update(**sets, **kept)
-models.message_states:OutboxMessages.discardable: an operator discards a message whose task runs
+models.outbox:OutboxMessages.discardable: an operator discards a message whose task runs
 -carried = Q(state=State.SENT, due_at__isnull=False)
 +carried = Q(state__in=[State.SENT, State.RUNNING])
-models.message_states:OutboxMessages.put_back: a task that kills its workers is never set aside
+models.outbox:OutboxMessages.put_back: a task that kills its workers is never set aside
 -sets |= DIED
 +pass
 stages.engine:stop: aborting a run changes steps that have succeeded

@@ -15,7 +15,7 @@ from django.db import connections, transaction
 from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.models.message_states import OutboxMessages
+from django_celery_safe.models.outbox import OutboxMessages
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.kinds import kind_of

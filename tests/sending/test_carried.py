@@ -36,7 +36,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.leases.holder import HOST, Holder, encode_holder
 from django_celery_safe.sending import carried_run as carried_module
-from django_celery_safe.sending.message_table import Next, message_table
+from django_celery_safe.sending.outbox import Next, message_table
 from django_celery_safe.sending.publisher import Publisher
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import (

@@ -24,7 +24,7 @@ from django_celery_safe import (
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending import outbox
 from django_celery_safe.sending import publisher as publisher_module
-from django_celery_safe.sending.message_table import MessageTable
+from django_celery_safe.sending.outbox import MessageTable
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total

@@ -14,7 +14,7 @@ from django_celery_safe import databases
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.lease import Renewal
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.sending.message_table import NOT_REACHED, Next, message_table
+from django_celery_safe.sending.outbox import NOT_REACHED, Next, message_table
 from tests.plans import plan_of
 from tests.processes import start_in_process, tell, wait_for
 from tests.sending.conftest import TABLE, table

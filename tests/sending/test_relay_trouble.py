@@ -26,8 +26,8 @@ from django_celery_safe.databases import Now
 from django_celery_safe.exceptions import ConfigurationError
 from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending import relay as relay_module
-from django_celery_safe.sending.broker import BrokerGone
 from django_celery_safe.sending.outbox import outbox_aliases
+from django_celery_safe.sending.publisher import BrokerGone
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add

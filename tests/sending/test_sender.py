@@ -22,8 +22,8 @@ from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
-from django_celery_safe.sending import broker as broker_module
-from django_celery_safe.sending import sender as sender_module
+from django_celery_safe.sending import commit as sender_module
+from django_celery_safe.sending import publisher as broker_module
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_send_failed
 from tests.app.models import Person

@@ -15,8 +15,7 @@ from django.db import DatabaseError, connections, transaction
 from django_celery_safe.databases import Now
 from django_celery_safe.events import RUN_ENDED
 from django_celery_safe.stages import Status, engine, step_messages
-from django_celery_safe.stages.follower import StepFollower
-from django_celery_safe.stages.step_table import Found, StepTable
+from django_celery_safe.stages.engine import Found, StepFollower, StepTable
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ from celery import Task
 from celery.signals import task_unknown
 from django.db import connections, router, transaction
 
-from django_celery_safe import SafeTask, WrongTransaction, stages
+from django_celery_safe import SafeTask, WrongTransaction, queries, stages
 from django_celery_safe.models import StageRun
-from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.signals import task_poisoned
-from django_celery_safe.stages.follower import StepFollower
+from django_celery_safe.stages.engine import StepFollower
 from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
@@ -175,8 +174,8 @@ def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
 
 def begin_and_die(staged: Staged, message: Message, token: str) -> None:
     """Begin a step as a process that dies in it, and whose lease is over."""
-    table = message_table(staged.alias)
-    assert table.claim(message.ours["attempt"], token, -1.0, "") is not None
+    claim = {"attempt": message.ours["attempt"], "token": token, "lease": -1.0, "holder": ""}
+    assert queries.fetch(staged.alias, "claim_message", **claim)
     assert StepFollower(message.ours["step"], staged.alias).begin(message.id) == ""
 
 

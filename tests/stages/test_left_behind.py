@@ -17,7 +17,7 @@ from django_celery_safe.sending.housekeeping import prune_some
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_failed, run_ended
 from django_celery_safe.stages import Status
-from django_celery_safe.stages.follower import StepFollower
+from django_celery_safe.stages.engine import StepFollower
 from tests.background import elsewhere
 from tests.concurrency.mailbox import Message
 from tests.sending.carrying import revoke

@@ -233,7 +233,7 @@ def test_a_change_waits_for_another_at_every_isolation_level(
     isolate(postgres_alias, level)
     runs = StageRun.objects.using(postgres_alias)
     run = runs.create(stages=1, created_at=Now())
-    with runs.locked(run.pk):
+    with transaction.atomic(using=postgres_alias):
         runs.update(status=Status.RUNNING)
         second = elsewhere(postgres_alias, lambda: runs.get(pk=run.pk).abort())
         until_somebody_waits(postgres_alias)

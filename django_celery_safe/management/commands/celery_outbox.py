@@ -19,10 +19,9 @@ from django.core.management.base import CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from ...inspection.overview import OutboxFigures, outbox_figures, shown
-from ...models.message_states import OutboxMessages
-from ...models.outbox import OutboxMessage
-from ...sending.broker import BrokerGone
+from ...models.outbox import OutboxMessage, OutboxMessages
 from ...sending.outbox import outbox_aliases
+from ...sending.publisher import BrokerGone
 from ...sending.relay import Relay, drain_all
 from ...texts import duration, printable
 from ..console import MOST_LISTED, NOT_ASKED, ActionCommand, add_json, add_no_input, age

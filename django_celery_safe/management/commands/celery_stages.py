@@ -10,7 +10,7 @@ from django.db.models import Q
 from ...exceptions import IllegalTransition
 from ...models.stages import StageRun, StageStep
 from ...stages import Status
-from ...stages.step_table import step_table
+from ...stages.engine import step_table
 from ...texts import duration, printable
 from ..console import ActionCommand, add_json
 

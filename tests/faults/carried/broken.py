@@ -10,7 +10,7 @@ from typing import Any, Final
 from django.db.models import Q
 
 from django_celery_safe.databases import Now
-from django_celery_safe.models.message_states import OutboxMessages
+from django_celery_safe.models.outbox import OutboxMessages
 from django_celery_safe.sending import carried_run
 from django_celery_safe.sending import relay as relaying
 from django_celery_safe.sending.carried_run import MessageClaim

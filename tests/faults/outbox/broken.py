@@ -14,7 +14,7 @@ from celery import shared_task
 
 from django_celery_safe import SafeTask
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.models.message_states import OutboxMessages
+from django_celery_safe.models.outbox import OutboxMessages
 from django_celery_safe.sending import relay
 from django_celery_safe.sending.task import SafeTaskMixin
 from tests.faults.outbox.work import RETRIED, greet

@@ -15,11 +15,11 @@ from typing import Any, Final, Literal, NamedTuple
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_celery_safe.models.message_states import OutboxMessages
-from django_celery_safe.sending import commit, publisher
-from django_celery_safe.sending.message_table import MessageTable
+from django_celery_safe.models.outbox import OutboxMessages
+from django_celery_safe.sending import publisher
+from django_celery_safe.sending.commit import OutboxSender
+from django_celery_safe.sending.outbox import MessageTable
 from django_celery_safe.sending.publisher import Publisher
-from django_celery_safe.sending.sender import OutboxSender
 from tests.faults.outbox.plan import CUT_OFF, RELAY, SENDER, Witness
 
 
@@ -50,14 +50,17 @@ COMMITTED: Final = Place(BaseDatabaseWrapper, "run_and_clear_commit_hooks", "bef
 #: The points between INSERT and delete, by role.
 PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
     SENDER: {
-        "before the INSERT": Place(commit, "keep", "before"),
-        "after the INSERT": Place(commit, "keep", "after"),
+        "before the INSERT": Place(OutboxSender, "keep", "before"),
+        "after the INSERT": Place(OutboxSender, "keep", "after"),
         "after the commit": COMMITTED,
         "inside the publication": Place(publisher, "put", "inside"),
         "after the publication": Place(Publisher, "publish", "after"),
         "after the delete": Place(OutboxSender, "send", "after"),
     },
-    CUT_OFF: {"after the INSERT": Place(commit, "keep", "after"), "after the commit": COMMITTED},
+    CUT_OFF: {
+        "after the INSERT": Place(OutboxSender, "keep", "after"),
+        "after the commit": COMMITTED,
+    },
     RELAY: {
         # Where rows were claimed, or nearly; not where none was due.
         "after the claim's SELECT": Place(OutboxMessages, "_lock_fitting", "after", bool),

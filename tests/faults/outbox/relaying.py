@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from django_celery_safe.sending import housekeeping, sender
+from django_celery_safe.sending import commit, housekeeping
 from django_celery_safe.sending import relay as relaying
 from tests.faults import scenario
 from tests.faults.outbox.broken import break_relay
@@ -38,7 +38,7 @@ def hurry() -> None:
     }
     turns = {"MINUTE": 0.5, "AGAIN": 0.1}
     grace = {"GRACE": 1.0}
-    for module, values in ((relaying, shorter), (housekeeping, turns), (sender, grace)):
+    for module, values in ((relaying, shorter), (housekeeping, turns), (commit, grace)):
         for name, value in values.items():
             assert hasattr(module, name)
             setattr(module, name, value)
