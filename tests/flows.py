@@ -24,15 +24,15 @@ LIMITS: Final = {
     "single_instance run": 16,
     "unique_until send": 12,
     "unique_until run": 22,
-    "outbox call and commit": 28,
-    "carried call and commit": 30,
-    "carried run": 28,
-    "relay of one": 18,
+    "outbox call and commit": 18,
+    "carried call and commit": 19,
+    "carried run": 20,
+    "relay of one": 16,
     "do_once": 6,
-    "idempotent run": 31,
-    "start": 42,
-    "step and next stage": 87,
-    "last step": 59,
+    "idempotent run": 24,
+    "start": 34,
+    "step and next stage": 68,
+    "last step": 46,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery import Celery, _state, current_app
 from celery.canvas import Signature, maybe_signature
+from django.apps import apps
 from django.db import Error as DatabaseError
 from django.db import connections, router, transaction
 from kombu.utils.json import dumps, loads
@@ -282,17 +283,16 @@ def outbox_aliases() -> list[str]:
 
     A database that does not answer is included, because a relay waits for it.
     """
-    from ..models.outbox import OutboxMessage  # needs the app registry
-
+    model = apps.get_model("django_celery_safe", "OutboxMessage")
     found = []
     for alias in connections:
         connection = connections[alias]
         if connection.settings_dict["TEST"].get("MIRROR") or connection.vendor not in TESTED:
             continue
-        if not router.allow_migrate_model(alias, OutboxMessage):
+        if not router.allow_migrate_model(alias, model):
             continue
         with suppress(DatabaseError):
-            if lacks_table(alias, OutboxMessage.__name__):
+            if lacks_table(alias, model.__name__):
                 continue
             if is_read_only(alias):
                 logger.info("The outbox of %r is left alone, since it is read-only.", alias)

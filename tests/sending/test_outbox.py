@@ -333,7 +333,7 @@ def test_a_row_that_can_not_be_deleted_stays(
         result = keep(1, alias)
     assert ids(sent()) == row_ids(alias) == [result.id]
     assert result.send_error is None
-    (warning,) = [record for record in caplog.records if record.name.endswith("sender")]
+    (warning,) = [record for record in caplog.records if record.name.endswith("commit")]
     assert warning.levelname == "WARNING"
     assert "a relay sends them" in warning.getMessage()
 

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery, Task
 
 from django_celery_safe import ConfigurationError, SafeTask, idempotent, single_instance, stages
-from django_celery_safe.stages import entries as of_plans
+from django_celery_safe.stages import plan as of_plans
 from tests.concurrency.mailbox import Mailbox
 from tests.stages.tasks import add, note, plain
 
