@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from django.db import connections, models, transaction
 from django.db.models import Q
@@ -51,11 +51,6 @@ class State(models.TextChoices):
 #: doubles with each attempt.
 SHORTEST_DELAY: Final = timedelta(seconds=5)
 LONGEST_DELAY: Final = timedelta(minutes=10)
-#: The columns of a claimed row that a relay needs, in the order of the model's fields.
-CLAIMED: Final = (
-    "id", "task", "task_id", "body", "properties", "attempts", "sent_at", "attempt", "starts",
-    "deaths", "resent",
-)  # fmt: skip
 #: Columns that no list shows and that may not fit into memory.
 UNLISTED: Final = ("body", "properties", "result", "traceback")
 #: Messages that are still looked at, and messages that wait for an operator.
@@ -67,11 +62,35 @@ CARRIED: Final = ~Q(attempt="")
 SIZE: Final = Length("body") + Length("properties")
 
 
-def _why_again(row: OutboxMessage, before: str) -> str:
-    """Return why a relay re-sends a message that was in that state; "": it is the first time."""
-    if before == State.RUNNING:
-        return f"its process died (death {row.deaths})"
-    return f"no worker began it, {row.resent} time(s) so far" if before == State.SENT else ""
+class ClaimedRow(NamedTuple):
+    """
+    A row that a relay has claimed; making an ``OutboxMessage`` of it would take longer.
+
+    Attributes:
+        due_at, state: As they were before.
+    """
+
+    pk: int
+    task: str
+    task_id: str
+    body: Any
+    properties: str
+    attempts: int
+    sent_at: Any
+    attempt: str
+    starts: int
+    deaths: int
+    resent: int
+    due_at: datetime
+    state: str
+
+    @property
+    def why_again(self) -> str:
+        """Why the relay sends the message again; "": it is the first time."""
+        if self.state == State.RUNNING:
+            return f"its process died (death {self.deaths})"
+        again = f"no worker began it, {self.resent} time(s) so far"
+        return again if self.state == State.SENT else ""
 
 
 class OutboxMessages(models.QuerySet["OutboxMessage"]):
@@ -146,7 +165,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def claim(
         self, limit: int, lease: timedelta, token: str, *, since: datetime | None = None
-    ) -> list[OutboxMessage]:
+    ) -> list[ClaimedRow]:
         """
         Claim due rows, to send them within ``lease``; no other relay gets them until then.
 
@@ -158,9 +177,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             token: The claim of the relay.
             since: Skip rows that were due before this moment. Otherwise PostgreSQL would read
                 past all deleted rows that an older snapshot might still see.
-
-        Returns:
-            The claimed rows with the columns of ``CLAIMED``, and ``due_at`` as it was before.
         """
         connection = connections[self.db]
         due = self.due() if since is None else self.due().filter(due_at__gte=since)
@@ -171,11 +187,8 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
                 rows = self._lock_fitting(due, limit)
                 ids, seconds = [row[0] for row in rows], lease.total_seconds()
                 taken = ids and queries.fetch(self.db, "claim_due", ids, token=token, lease=seconds)
-        claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
-        for pk, _size, due_at, state in rows:
-            claimed[pk].due_at, claimed[pk].token = due_at, token
-            claimed[pk].why_again = _why_again(claimed[pk], state)
-        return [claimed[row[0]] for row in rows]
+        claimed = {values[0]: values for values in taken}
+        return [ClaimedRow._make((*claimed[pk], at, state)) for pk, _, at, state in rows]
 
     def _lock_fitting(self, due: OutboxMessages, limit: int) -> Any:
         """Lock rows that together fit into memory; return keys, sizes, due times and states."""
@@ -320,9 +333,6 @@ class OutboxMessage(ListedRow):
     checkpoint_at = models.DateTimeField(_("last checkpoint"), null=True)
 
     objects = OutboxMessages.as_manager()
-
-    #: The reason why a relay that has claimed the row re-sends it; "": it is the first time.
-    why_again: str = ""
 
     class Meta:
         verbose_name = _("outbox message")

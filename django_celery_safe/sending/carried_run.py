@@ -31,14 +31,8 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.db import Error as DatabaseError
 
 from .. import conf, queries
+from ..delivery import copies
 from ..delivery.call import Function
-from ..delivery.copies import (
-    MessageGoesOn,
-    WillBeRedelivered,
-    is_requeued,
-    refuse_run,
-    resend_later,
-)
 from ..delivery.header import Header, Kept, get_header
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
 from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned, find_soft_time_limit
@@ -91,7 +85,7 @@ class Claimed(NamedTuple):
     starts: int
 
 
-class NoAnswer(WillBeRedelivered):
+class NoAnswer(copies.WillBeRedelivered):
     """The database did not say what follows the message, so the task was not called."""
 
 
@@ -171,7 +165,7 @@ def claim_message(task: Any, request: Context, header: Header) -> Run:
     except DatabaseError as error:
         claim.table.check_migrated(error)
         claim.table.close()  # its server may not accept writes any more
-        resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
+        copies.resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
     # Its own token: it was claimed, but the answer got lost.
     if isinstance(found, Claimed) or (found is not None and found.token == claim.token):
         return Run(task, request.id or "", claim, found)
@@ -179,7 +173,7 @@ def claim_message(task: Any, request: Context, header: Header) -> Run:
     if found is not None:
         is_running = found.state == "running"
         reason = "another process runs it" if is_running else f"it is {found.state}"
-    return refuse_run(task, request, reason)
+    return copies.refuse_run(task, request, reason)
 
 
 def run_carried(task: Any, request: Any, function: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +237,7 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
         _check_storable(task, request, result)
         run.succeed(follow)
     except (DatabaseError, ClaimLost) as error:
-        raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
+        raise copies.WillBeRedelivered(f"Its end is unrecorded: {describe_error(error)}") from error
     except Exception as error:
         _fail(run, error)
         raise
@@ -260,8 +254,7 @@ def _fail(run: Run, error: BaseException) -> None:
     """
     is_failure = isinstance(error, Exception) and not isinstance(error, TaskPredicate)
     if not run.fail(error) and is_failure:
-        text = f"Its end is not recorded ({describe_error(error)})"
-        raise WillBeRedelivered(text) from error
+        raise copies.WillBeRedelivered(f"Its end is unrecorded: {describe_error(error)}") from error
 
 
 def _call(run: Run, request: Context, header: Header, function: Callable[[], Any]) -> Any:
@@ -403,17 +396,10 @@ class Run:
         if not ours:
             self.claim.raise_lost()
         if goes_on is None and self.follower is None:
-            self._emit_done()
+            self.emit_done()
 
-    def end_with(self, follow: Callable[[], object]) -> bool:
-        """End the row together with what follows; return whether the claim still held it."""
-        ours = self.end(follow)
-        if ours:
-            self.claim.end()
-            self._emit_done()
-        return ours
-
-    def _emit_done(self) -> None:
+    def emit_done(self) -> None:
+        """Emit that the task is done."""
         MESSAGE_DONE.emit(Run, task=self.task.name, task_id=self._task_id)
 
     def end(self, follow: Callable[[], object] | None = None) -> bool:
@@ -457,7 +443,7 @@ class Run:
         if self.claim.is_of_parent():
             return True  # after a bare os.fork() the child leaves the run too
         self.claim.end()
-        goes_on = isinstance(error, MessageGoesOn) and not isinstance(error, HandedOver)
+        goes_on = isinstance(error, copies.MessageGoesOn) and not isinstance(error, HandedOver)
         self.has_begun = self.has_begun and not goes_on
         try:
             if isinstance(error, Exception):
@@ -519,8 +505,8 @@ class Run:
         follows = self.follower is not None
         if self.resent is not None and not (follows and self._is_replaced):
             return self._go_on(self.resent, Fault.of(error))
-        comes_again = is_requeued(error) or isinstance(error, Retry | WillBeRedelivered)
-        if comes_again or (follows and isinstance(error, MessageGoesOn)):
+        again = isinstance(error, Retry | copies.WillBeRedelivered) or copies.is_requeued(error)
+        if again or (follows and isinstance(error, copies.MessageGoesOn)):
             # The broker has the message, or will have it; otherwise a relay re-sends it.
             later = 0.0 if isinstance(error, HandedOver) else conf.get("OUTBOX_RESEND_AFTER")
             return self._put_back(error, DATABASE_AWAY if isinstance(error, NoAnswer) else later)

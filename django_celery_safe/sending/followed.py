@@ -125,7 +125,10 @@ def end_with_body(run: Run, request: Any) -> None:
 
     def delay(*results: Any) -> Any:
         try:
-            if not run.end_with(lambda: sent.append(send(*results))):
+            if run.end(lambda: sent.append(send(*results))):
+                run.claim.end()
+                run.emit_done()
+            else:
                 sent.clear()  # an earlier try was rolled back
         except DatabaseError as error:
             # Celery would fail the chord.

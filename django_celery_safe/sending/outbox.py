@@ -39,7 +39,7 @@ from ..values import seconds_until
 from .capture import Message
 
 if TYPE_CHECKING:
-    from ..models.outbox import OutboxMessage
+    from ..models.outbox import ClaimedRow, OutboxMessage
 
 logger = get_logger(__name__)
 
@@ -370,7 +370,7 @@ def to_row(message: Message) -> dict[str, Any]:
     return {**columns, "properties": text, "body": body}
 
 
-def to_message(row: OutboxMessage) -> Message:
+def to_message(row: OutboxMessage | ClaimedRow) -> Message:
     """
     Return the message of a row.
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
@@ -50,7 +50,7 @@ from .outbox import (
 from .publisher import BrokerGone, Publisher
 
 if TYPE_CHECKING:
-    from ..models.outbox import OutboxMessage
+    from ..models.outbox import ClaimedRow
 
 logger = get_logger(__name__)
 
@@ -87,12 +87,12 @@ class ClaimedMessage(NamedTuple):
         takes_lock: Whether the store of its lock must answer before it is published.
     """
 
-    row: OutboxMessage
+    row: ClaimedRow
     message: Message
     takes_lock: bool
 
     @classmethod
-    def of(cls, row: OutboxMessage) -> Self:
+    def of(cls, row: ClaimedRow) -> Self:
         """Read the message of a row; see :func:`to_message`."""
         message = to_message(row)
         if _was_sent(row):
@@ -229,7 +229,7 @@ class Relay:
             self._awake_at = clock.now()
         return len(rows)
 
-    def _claim(self) -> list[OutboxMessage]:
+    def _claim(self) -> list[ClaimedRow]:
         """
         Claim a batch of due rows, starting where the last batch ended.
 
@@ -237,7 +237,7 @@ class Relay:
         or a relay that had claimed it died. So from time to time, and before it returns no rows,
         this method starts with the oldest row.
         """
-        rows: list[OutboxMessage] = []
+        rows: list[ClaimedRow] = []
         due = self._rows if self._judges() else self._rows.exclude(state="running")
         if self._since is not None and time.monotonic() < self._looks_back_at:
             rows = due.claim(BATCH, LEASE, self._token, since=self._since)
@@ -261,7 +261,7 @@ class Relay:
             self._judges_at = now + self._patience
         return now >= self._judges_at
 
-    def _read(self, rows: list[OutboxMessage]) -> dict[Celery, list[ClaimedMessage]]:
+    def _read(self, rows: list[ClaimedRow]) -> dict[Celery, list[ClaimedMessage]]:
         """Return the messages to publish, by their apps."""
         claimed: dict[Celery, list[ClaimedMessage]] = {}
         for row in rows:
@@ -364,16 +364,16 @@ class Relay:
                     text = "%d message(s) stay in the outbox for another %.0f s: %s"
                     logger.warning(text, count, PUT_OFF, then.error)
 
-    def _fail(self, row: OutboxMessage, error: Exception) -> None:
-        is_dead = row.fail(describe_error(error), attempts=self._attempts)
+    def _fail(self, row: ClaimedRow, error: Exception) -> None:
+        found = self._rows.claimed(self._token).filter(pk=row.pk).first()
+        is_dead = found is not None and found.fail(describe_error(error), attempts=self._attempts)
         self._next.pop(row.pk, None)
         event = MESSAGE_DEAD if is_dead else TASK_NOT_RELAYED
-        event.emit(
-            Relay, task=row.task, task_id=row.task_id, error=error, kept=True, attempts=row.attempts
-        )
+        facts: dict[str, Any] = {"task": row.task, "task_id": row.task_id, "error": error}
+        event.emit(Relay, kept=True, attempts=row.attempts + 1, **facts)
 
 
-def _was_sent(row: OutboxMessage) -> bool:
+def _was_sent(row: ClaimedRow) -> bool:
     """Return whether a broker already had the message of a row, or the row waited for its eta."""
     return bool(row.sent_at or row.starts or row.resent or row.deaths)
 
