@@ -29,7 +29,7 @@ from kombu.utils.json import dumps, loads
 
 from .. import conf, databases, queries
 from ..databases import MYSQL, PACKET_BYTES, TESTED, Now, is_read_only, refuse_untested
-from ..delivery.header import HEADER, Header, read_header
+from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError, NotSerializable
 from ..leases.holder import GARBLED, HeldLock, decode_holder
 from ..leases.lease_table import LeaseTable
@@ -179,10 +179,11 @@ def carry(message: Message, using: str) -> bool:
         False if its task does not end its row, as Celery's own tasks, such as chord tasks.
     """
     headers = message.options["headers"]
-    given = read_header(headers, message.task) if HEADER in headers else Header()
-    # The task of a step may be known to workers alone.
-    if "step" not in given and not is_ours(message.app, message.task):
-        return False
+    given = headers.get(HEADER) or {}  # of a SafeTask, which has made it
+    if not is_ours(message.app, message.task):
+        given = read_header(headers, message.task)
+        if "step" not in given:  # whose task may be known to workers alone
+            return False
     message.attempt = os.urandom(16).hex()
     ours = {"task": message.task, "attempt": message.attempt, "using": using}
     headers[HEADER] = {**given, **ours}
