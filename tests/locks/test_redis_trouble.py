@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from django.core.cache import cache
 from pytest_django import Settings
+from redis import ResponseError
 
 from django_celery_safe import (
     ConfigurationError,
@@ -262,6 +263,16 @@ def check_is_text(lock: HeldLock) -> None:
     assert lock.name.startswith("")
     assert isinstance(str(lock.holder), str)
     assert json.dumps(lock.as_json())
+
+
+@pytest.mark.parametrize("before", ["", "ERR Error running script: @user_script:6: -"])
+def test_a_connection_to_a_primary_of_before_is_dropped(before: str, in_redis: None) -> None:
+    """The next one may find another server. Redis 6.2 says it in the middle of another text."""
+    connections: Any = get_store()._connections
+    refusal = f"return redis.error_reply('{before}READONLY You can not write to a replica.')"
+    with pytest.raises(ResponseError, match="write to a replica"):
+        connections.ask(("EVAL", refusal, "0"))
+    assert connections.idle == []
 
 
 @pytest.mark.parametrize("answer", [b"OK", [[]], [1, b"x"], [b"a", b"b", b"c"], None])
