@@ -181,10 +181,10 @@ delivery.call:wrap_run: a carried run ends its row inside of its lock
 -in reversed(wanted)
 +in wanted
 delivery.endings:_on_prerun: a run that a time limit ended is still there for the next one
--_running.set(frozenset())
+-_running.set(())
 +pass
 delivery.call:run_for: a function that calls itself counts as another delivery of its message
--_running.set(before | {(request.id, id(function))})
+-_running.set((*before, (request.id, id(function))))
 +pass
 delivery.copies:resending: every later send of the process counts as a retry and is not held back
 -context.run(_resent.set, Resent(task_id, unchanged))
@@ -231,7 +231,7 @@ sending.carried_run:Run._record: a carried task that is retried or requeued coun
 -return self._put_back(error, DATABASE_AWAY if isinstance(error, NoAnswer) else later)
 +return self.end()
 sending.carried_run:claim_message: a carried task that runs already is run a second time
--return refuse_run(task, request, reason)
+-return copies.refuse_run(task, request, reason)
 +return Run(task, request.id or "", claim, found)
 sending.task:SafeTaskMixin._waits_for_commit: the next link of a carried chain is not carried
 -carried = outbox == UNTIL_DONE and ours.get("outbox") is None

@@ -46,21 +46,19 @@ def to_send(connection: BaseDatabaseWrapper) -> bool:
     return bool(connection.run_on_commit)
 
 
+WRITTEN: Final = Place(OutboxSender, "keep", "after")
 COMMITTED: Final = Place(BaseDatabaseWrapper, "run_and_clear_commit_hooks", "before", to_send)
 #: The points between INSERT and delete, by role.
 PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
     SENDER: {
         "before the INSERT": Place(OutboxSender, "keep", "before"),
-        "after the INSERT": Place(OutboxSender, "keep", "after"),
+        "after the INSERT": WRITTEN,
         "after the commit": COMMITTED,
         "inside the publication": Place(publisher, "put", "inside"),
         "after the publication": Place(Publisher, "publish", "after"),
         "after the delete": Place(OutboxSender, "send", "after"),
     },
-    CUT_OFF: {
-        "after the INSERT": Place(OutboxSender, "keep", "after"),
-        "after the commit": COMMITTED,
-    },
+    CUT_OFF: {"after the INSERT": WRITTEN, "after the commit": COMMITTED},
     RELAY: {
         # Where rows were claimed, or nearly; not where none was due.
         "after the claim's SELECT": Place(OutboxMessages, "_lock_fitting", "after", bool),
