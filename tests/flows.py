@@ -27,11 +27,11 @@ LIMITS: Final = {
     "outbox call and commit": 18,
     "carried call and commit": 19,
     "carried run": 20,
-    "relay of one": 16,
+    "relay of one": 17,
     "do_once": 6,
     "idempotent run": 24,
-    "start": 34,
-    "step and next stage": 68,
+    "start": 33,
+    "step and next stage": 67,
     "last step": 46,
 }
 WIDTH: Final = max(map(len, LIMITS))

@@ -184,25 +184,26 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             return []  # without taking the lock that would block all other writers
         for attempt in Attempts(self.db, "The claim of messages"):
             with attempt, transaction.atomic(using=self.db):
-                rows = self._lock_fitting(due, limit)
-                ids, seconds = [row[0] for row in rows], lease.total_seconds()
-                taken = ids and queries.fetch(self.db, "claim_due", ids, token=token, lease=seconds)
-        claimed = {values[0]: values for values in taken}
-        return [ClaimedRow._make((*claimed[pk], at, state)) for pk, _, at, state in rows]
+                before, taken = self._lock_fitting(due, limit), list[Any]()
+                if before:
+                    values = {"token": token, "lease": lease.total_seconds()}
+                    taken = queries.fetch(self.db, "claim_due", [*before], **values)
+        claimed = {row[0]: row for row in taken}
+        return [ClaimedRow._make((*claimed[pk], *was)) for pk, was in before.items()]
 
-    def _lock_fitting(self, due: OutboxMessages, limit: int) -> Any:
-        """Lock rows that together fit into memory; return keys, sizes, due times and states."""
+    def _lock_fitting(self, due: OutboxMessages, limit: int) -> dict[int, tuple[datetime, str]]:
+        """Lock rows that together fit into memory; return their due times and states, by keys."""
         lock_whole(self.db, self.model)
         skip = connections[self.db].features.has_select_for_update_skip_locked
         # Read only sizes here: a hundred whole rows may not fit into memory.
         sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "state")
-        rows, left = list[Any](), databases.BATCH_BYTES
-        for row in sized.select_for_update(skip_locked=skip)[:limit]:
-            left -= row[1]
-            if rows and left < 0:
+        found, left = dict[int, Any](), databases.BATCH_BYTES
+        for pk, size, *was in sized.select_for_update(skip_locked=skip)[:limit]:
+            left -= size
+            if found and left < 0:
                 break
-            rows.append(row)
-        return rows
+            found[pk] = was
+        return found
 
     def claimed(self, *tokens: str) -> OutboxMessages:
         """Messages still held by the claims with these tokens."""

@@ -210,7 +210,8 @@ class Relay:
             django.db.Error: The database can't be reached. The messages that were sent are
                 recorded once it is available again, or are sent again.
         """
-        self._settle()
+        if self._next:
+            self._settle()  # the database was gone the last time
         stop_at = time.monotonic() + LEASE.total_seconds() / 2
         rows = self._claim()
         self._next = {row.pk: NOT_REACHED for row in rows}
@@ -267,7 +268,7 @@ class Relay:
         for row in rows:
             try:
                 one = ClaimedMessage.of(row)
-                if one.is_expired:
+                if one.message.expires and one.is_expired:
                     self._end_expired(one)
                 elif one.message.eta and (wait := time_to_wait(one.message)) is not None:
                     # Its sender has died before it said so.
@@ -282,11 +283,11 @@ class Relay:
 
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
         publisher = self._publishers[app] = Publisher(app, LONGEST_WAIT, patient=True)
-        free = [one for one in claimed if not one.takes_lock]
-        in_time = len(free) > 1 and time.monotonic() < stop_at
-        if in_time and publisher.publish_together([one.message for one in free]):
-            for one in free:
-                self._record_sent(one)
+        if len(claimed) > 1 and time.monotonic() < stop_at:
+            free = [one for one in claimed if not one.takes_lock]
+            if len(free) > 1 and publisher.publish_together([one.message for one in free]):
+                for one in free:
+                    self._record_sent(one)
         unavailable: LockBackendError | None = None
         for one in claimed:
             if self._next.get(one.row.pk) != NOT_REACHED:
@@ -356,13 +357,12 @@ class Relay:
 
     def _settle(self) -> None:
         """Record what becomes of the rows; those that were not reached are due now."""
-        if self._next:
-            self._table.record_sent(self._token, self._next)
-            outcomes, self._next = Counter(self._next.values()), {}
-            for then, count in outcomes.items():
-                if then.error and then.after == PUT_OFF:
-                    text = "%d message(s) stay in the outbox for another %.0f s: %s"
-                    logger.warning(text, count, PUT_OFF, then.error)
+        self._table.record_sent(self._token, self._next)
+        outcomes, self._next = Counter(self._next.values()), {}
+        for then, count in outcomes.items():
+            if then.error and then.after == PUT_OFF:
+                text = "%d message(s) stay in the outbox for another %.0f s: %s"
+                logger.warning(text, count, PUT_OFF, then.error)
 
     def _fail(self, row: ClaimedRow, error: Exception) -> None:
         found = self._rows.claimed(self._token).filter(pk=row.pk).first()
