@@ -24,15 +24,15 @@ LIMITS: Final = {
     "single_instance run": 16,
     "unique_until send": 12,
     "unique_until run": 22,
-    "outbox call and commit": 18,
-    "carried call and commit": 19,
+    "outbox call and commit": 19,
+    "carried call and commit": 20,
     "carried run": 20,
     "relay of one": 17,
     "do_once": 6,
     "idempotent run": 24,
-    "start": 33,
-    "step and next stage": 67,
-    "last step": 46,
+    "start": 34,
+    "step and next stage": 69,
+    "last step": 47,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -291,10 +291,8 @@ class Claim:
         abandon = self.abandon_chunk
         if abandon is not None:  # something refers to its loop, such as a traceback
             abandon()
-        is_left, alias = False, self.table.alias
-        if self.is_of_parent():  # after a bare os.fork() the child leaves the block too
-            self.is_held = False
-        elif is_left := is_transaction_open(connections[alias]):
+        alias = self.table.alias
+        if is_left := not self.is_of_parent() and is_transaction_open(connections[alias]):
             reconnect(alias)
         return is_left or abandon is not None
 

@@ -229,9 +229,9 @@ def _keep(
     except _PublishIntercepted as kept:
         publishing = kept.options
         serializer = publishing.pop("serializer")
-        # A SafeTask has checked them before Celery could have changed them.
-        by_us = getattr(app.tasks.get(name), "_ends_rows", False)
-        content_type, encoding, data = serialize(name, kept.body, serializer, is_checked=by_us)
+        # A SafeTask has checked its arguments before; JSON refuses what came to them since.
+        done = serializer == "json" and getattr(app.tasks.get(name), "_ends_rows", False)
+        content_type, encoding, data = serialize(name, kept.body, serializer, is_checked=done)
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         declared = publishing["declare"] or (None,)

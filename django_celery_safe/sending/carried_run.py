@@ -194,8 +194,7 @@ def run_part(task: Any, request: Any, part: Callable[[], Any], *, is_called: boo
         TaskPoisoned: So many processes died in the task that it is not run again.
         ClaimLost: When the work was done, another run had claimed the message.
     """
-    kept: Kept = request.safe_kept
-    run = kept.run
+    run = (kept := request.safe_kept).run
     if request.is_eager or (run is not None and run.is_called):
         return part()
     if run is None:
@@ -203,14 +202,15 @@ def run_part(task: Any, request: Any, part: Callable[[], Any], *, is_called: boo
     run.is_called = is_called
     try:
         result = _call(run, request, kept.header, part)
-        # After a bare os.fork() the child also gets here, and holds nothing.
-        if run.claim.is_held and run.claim.is_finished:
+        # After a bare os.fork() the child also gets here, and must not end the claim.
+        is_ours = not run.claim.is_of_parent()
+        if is_ours and run.claim.is_finished:
             run.claim.check_committed()
     except BaseException as error:
         if not _is_for_autoretry(task, error):
             _fail(run, error)
         raise
-    if run.is_called and run.claim.is_held:
+    if run.is_called and is_ours:
         _succeed(run, request, result)
         if not run.claim.is_held:
             request.safe_ended = "attempt"
@@ -345,7 +345,8 @@ class Run:
             NoAnswer: What follows could not be read, so nothing has begun.
         """
         self.claim.begin()
-        follower = self.follower = self.claim.follower = find_follower(header)
+        follower = find_follower(header) if "step" in header else None
+        self.follower = self.claim.follower = follower
         if follower is None:
             return
         try:

@@ -302,9 +302,8 @@ class Sender:
             self._limit = limit or self._limit
             self._record_failure(send, message, limit or error)
             return None
-        result = send.result
-        if result is not None and result.is_duplicate is None and result.id == message.task_id:
-            settle(result, message.options["headers"], duplicate)
+        if send.result is not None and send.result.id == message.task_id:
+            settle(send.result, message.options["headers"], duplicate)
         return duplicate is None
 
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:

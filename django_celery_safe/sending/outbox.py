@@ -6,7 +6,7 @@ serializer is. All other parts of a message are JSON, in kombu's dialect, which 
 UUIDs, Decimals and bytes. Queues are stored by name, and the relay declares them as its own app
 configures them.
 
-``commit`` writes the rows in the transaction, and sends their messages right after it, within
+``commit`` has them written in the transaction, and sends their messages right after it, within
 ``OUTBOX_SEND_TIMEOUT``. ``relay`` sends the messages that the process could not send, or did not
 send before it died.
 """
@@ -29,7 +29,7 @@ from kombu.utils.json import dumps, loads
 
 from .. import conf, databases, queries
 from ..databases import MYSQL, PACKET_BYTES, TESTED, Now, is_read_only, refuse_untested
-from ..delivery.header import HEADER, read_header
+from ..delivery.header import HEADER, Header, read_header
 from ..exceptions import ConfigurationError, NotSerializable
 from ..leases.holder import GARBLED, HeldLock, decode_holder
 from ..leases.lease_table import LeaseTable
@@ -179,11 +179,10 @@ def carry(message: Message, using: str) -> bool:
         False if its task does not end its row, as Celery's own tasks, such as chord tasks.
     """
     headers = message.options["headers"]
-    given = headers.get(HEADER) or {}  # of a SafeTask, which has made it
-    if not is_ours(message.app, message.task):
-        given = read_header(headers, message.task)
-        if "step" not in given:  # whose task may be known to workers alone
-            return False
+    given = read_header(headers, message.task) if HEADER in headers else Header()
+    # The task of a step may be known to workers alone.
+    if "step" not in given and not is_ours(message.app, message.task):
+        return False
     message.attempt = os.urandom(16).hex()
     ours = {"task": message.task, "attempt": message.attempt, "using": using}
     headers[HEADER] = {**given, **ours}

@@ -95,7 +95,7 @@ def kept_from_broker(app: Celery, *, outbox_too: bool = False) -> Iterator[list[
         for owner, name, replacement in (
             (Producer, "publish", publish),
             (Celery, "backend", property(results)),
-            (capture, "bounded_backend", lambda app, seconds: results(app)),
+            (capture, "bounded_backend", lambda app, seconds: CacheBackend(app, url="memory://")),
             (publisher, "connect", lambda producer: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

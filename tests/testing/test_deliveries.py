@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chord
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 from django.test import TestCase
@@ -172,13 +172,13 @@ def test_the_outbox_is_run_in_order() -> None:
             tasks.greet.s("first").set(countdown=600),
             tasks.charge.s(2),
             expired,
-            tasks.greet.s("third"),
+            chord([tasks.greet.s("third"), tasks.greet.s("last")], tasks.greet.si("body")),
         )
         tasks.greet.delay("not by the outbox")
         assert effects == []
-    assert effects == ["first", 2, "third"]
-    assert [one.result for one in done] == [None, "receipt 2", None, None]
-    assert [one.state for one in done] == ["SUCCESS", "SUCCESS", "REVOKED", "SUCCESS"]
+    assert effects == ["first", 2, "third", "last"]
+    assert [one.result for one in done] == [None, "receipt 2", None, None, None]
+    assert [one.state for one in done] == ["SUCCESS", "SUCCESS", "REVOKED", "SUCCESS", "SUCCESS"]
 
 
 def test_what_follows_through_the_outbox_is_run(caplog: pytest.LogCaptureFixture) -> None:
