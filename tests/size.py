@@ -102,7 +102,7 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        12_209,
+        12_206,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
     Part("tests", "lines", 29_659, lambda: sum_code("tests")),

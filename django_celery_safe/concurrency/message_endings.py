@@ -37,8 +37,7 @@ def settle(outcome: Outcome) -> None:
         free = partial(_free_unless_running, outcome, guarded, sent)
     else:
         return
-    failure = "A dead run's locks could not be freed and end by their leases."
-    in_background(free, failure)
+    in_background(free, "A dead run's locks could not be freed and end by their leases.")
 
 
 def _free_unless_running(outcome: Outcome, guarded: Guarded | None, sent: SentLock) -> None:

@@ -244,13 +244,12 @@ class RedisStore(Store):
                 return
 
     def ask_eviction(self) -> tuple[str, int]:
-        ask, found = self._client.info, list[tuple[str, int]]()
+        ask = self._client.info
         with self.errors(action := "tell how it evicts keys"):
             is_one = isinstance(self._connections, Connections)
             nodes = [ask("memory")] if is_one else ask("memory", target_nodes="primaries").values()
-            for node in nodes:
-                if (policy := node.get("maxmemory_policy")) is not None:
-                    found.append((policy, int(node.get("maxmemory", 0))))
+            told = [node for node in nodes if node.get("maxmemory_policy") is not None]
+            found = [(node["maxmemory_policy"], int(node.get("maxmemory", 0))) for node in told]
         if not found:
             raise LockBackendError(self.where, action, "its INFO says nothing of it")
         return min(found, key=lambda one: (one[0] == SPARES_LOCKS, not one[1]))

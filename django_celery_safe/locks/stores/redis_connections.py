@@ -24,7 +24,6 @@ from redis.retry import Retry
 from redis.utils import HIREDIS_AVAILABLE
 
 from ... import process
-from ...texts import describe_error
 
 if HIREDIS_AVAILABLE:
     import hiredis
@@ -176,7 +175,7 @@ class Connections:
             raise
         # A replica that was the primary before; the next connection finds the new one. For a
         # script, Redis 6.2 reports this in the middle of another error text.
-        is_replica = refused is not None and "READONLY" in describe_error(refused).upper()
+        is_replica = refused is not None and "READONLY" in f"{refused!r} {refused}".upper()
         if is_replica:
             self.close()
         if is_replica or len(self.idle) >= MOST_IDLE:
