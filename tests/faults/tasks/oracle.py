@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from django_celery_safe import HeldLock
 from tests.faults.oracle import Findings, Oracle, scarce
 from tests.faults.scenario import Witness
-from tests.faults.tasks.work import GAUGE
+from tests.faults.tasks.work import GAUGE, LEASE
 from tests.processes import Gauge
 
 #: Endings after which a task comes again by itself.
@@ -185,20 +185,20 @@ def swallowed_sends(history: History) -> Findings:
     A send is a duplicate only while the one that was sent before is unique still.
 
     Until its start: a run of it begins after this send. Until its end: it is over only
-    after this send. If it was killed, that is the end of its last run.
+    after this send. If it was killed right after its work, its lock ends by the lease.
     """
     for send in history.duplicates:
         first = send.duplicate_of or ""
         if send.until == "start":
             unique_until = max((run.since for run in history.runs_of[first]), default=0)
         else:
-            unique_until = history.over.get(first, 0)
-        if first in history.published and unique_until > send.asked:
+            ends = (run.until for run in history.runs_of[first] if first in history.victims)
+            unique_until = history.over.get(first, max(ends, default=0) + int(LEASE * 1e9))
+        is_published = first in history.published
+        if is_published and unique_until > send.asked:
             continue
-        which = "which began or ended before, or never"
-        if first not in history.published:
-            which = "which was never published"
-        yield f"{send.id}, {send.until} of {send.key}: a duplicate of {first}, {which}."
+        which = "began or ended before, or never" if is_published else "was never published"
+        yield f"{send.id}, {send.until} of {send.key}: a duplicate of {first}, which {which}."
 
 
 def sent_twice(history: History) -> Findings:
