@@ -1,5 +1,5 @@
 """
-What follows a carried message: a step of this package, or what Celery sends after a task.
+The work that depends on a carried message: a step, or the tasks that Celery sends after it.
 
 A step is recorded before its message ends: a process that dies in between leaves a message that
 comes back, finds what is recorded, and only goes on from there.

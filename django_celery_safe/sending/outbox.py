@@ -222,9 +222,9 @@ def rewrite(using: str, message: Message, **values: Any) -> int | None:
     Write the message with which a carried task continues into its row, in the open transaction.
 
     Args:
-        values: Of the statement: the attempt that the row is for and the token of the run's
-            claim; the ``sender`` that will publish it, and for how long it is ``held``; and a
-            new ``result`` of the row, None: it keeps its own.
+        values: The parameters of the statement. ``name`` and ``token`` are those of the run's
+            claim, ``sender`` and ``held`` those of the sender. A ``result`` replaces the row's;
+            None: the row keeps it.
 
     Returns:
         The key of the row; None: the claim had lost it.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 from celery.exceptions import Ignore, Reject
-from django.db import OperationalError, connections
+from django.db import DataError, OperationalError, connections
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
@@ -387,19 +387,20 @@ def test_a_step_fails_once(end: str, staged: Staged) -> None:
 # A database in trouble.
 
 
-def trouble(alias: str, begins: str, model: Any, times: int) -> Any:
+def trouble(alias: str, begins: str, model: Any, times: int, kind: Any = OperationalError) -> Any:
     """Let the database refuse so many statements about a table; gives those."""
-    refuse = raising(OperationalError("the server closed the connection unexpectedly"))
+    refuse = raising(kind("the server closed the connection unexpectedly"))
     return at_statement(alias, begins, refuse, about=model._meta.db_table, times=times)
 
 
 @pytest.mark.parametrize(("begins", "model"), [("", StageStep), ("UPDATE", StageRun)])
+@pytest.mark.parametrize("kind", [OperationalError, DataError])
 def test_a_step_begins_later_when_the_database_was_in_trouble(
-    begins: str, model: Any, staged: Staged
+    begins: str, model: Any, kind: Any, staged: Staged
 ) -> None:
     """With its message, which comes again: it is not failed."""
     run, message = staged.begin("a")
-    with trouble(staged.alias, begins, model, 1) as refused:
+    with trouble(staged.alias, begins, model, 1, kind) as refused:
         state = staged.deliver(message).state
     assert refused
     assert (state, shown(run) in "wr", staged.calls) == ("IGNORED", True, [])
