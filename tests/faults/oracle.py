@@ -1,8 +1,12 @@
 """Oracles: checks that read a recorded history and find the broken promises."""
 
+import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 HistoryType = TypeVar("HistoryType")
 
@@ -48,6 +52,34 @@ class Oracle(Generic[HistoryType]):
             for check in self.checks
             for finding in check(history)
         ]
+
+
+class WithKills:
+    """A history that knows what processes were in when they were killed."""
+
+    #: The moments at which a process with this id was killed; a new one may get the id of a dead.
+    killed: dict[int, list[int]]
+
+    def all_begun(self) -> Iterator[Any]:
+        """Yield what processes began, each with its ``pid`` and the moment ``begun``."""
+        raise NotImplementedError
+
+    def kill_of(self, one: Any) -> int | None:
+        """Return the moment of a kill in something or right after it; None: there was none."""
+        return next((at for at in self.killed.get(one.pid, ()) if self.was_in(one, at)), None)
+
+    def was_in(self, one: Any, moment: int) -> bool:
+        """Return whether this is what a process had begun last at a moment."""
+        begun = self._begun[one.pid]
+        place = bisect.bisect(begun, moment)
+        return place > 0 and begun[place - 1] == one.begun
+
+    @cached_property
+    def _begun(self) -> dict[int, list[int]]:
+        begun: dict[int, list[int]] = defaultdict(list)
+        for one in sorted(self.all_begun(), key=attrgetter("begun")):
+            begun[one.pid].append(one.begun)
+        return begun
 
 
 def scarce(counts: Mapping[str, float], wanted: Mapping[str, float]) -> Iterator[str]:

@@ -121,7 +121,8 @@ def staged(*executions: stages.Execution, **changes: Any) -> Any:
     return replace(history, **changes)
 
 
-AGAIN = stages.Execution(1, 6, 5, 0, 6)
+#: Two more executions of the first step, in two processes that had the same id.
+AGAIN, LATER = stages.Execution(1, 6, 5, 0, 6), stages.Execution(1, 6, 8)
 
 #: Carried: the only task, which ran in process 7, a child of 2; and a first run of it in 6.
 ID = "task-0"
@@ -190,9 +191,9 @@ BAD: dict[str, dict[str, Any]] = {
         "early steps": staged(ONE, replace(TWO, begun=15)),
         "stages begun": staged(messages=Counter("abb")),
         "steps succeeded": staged(successes=Counter("abb")),
-        "needless executions": staged(AGAIN, ONE, TWO, killed={6: 4}),
-        "two at once": staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: 15}),
-        "leftovers": staged(left=["a task"]),
+        "needless executions": staged(AGAIN, ONE, TWO, killed={6: [4]}),
+        "two at once": staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: [15]}),
+        "leftovers": staged(AGAIN, LATER, ONE, TWO, killed={6: [7, 9]}, left=["a task"]),
         "too little": staged(harms=Counter()),
     },
     "carried": {

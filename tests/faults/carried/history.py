@@ -19,6 +19,7 @@ from django_celery_safe.locks import HeldLock
 from django_celery_safe.models import OutboxMessage
 from tests.faults.carried.plan import LEASE, RELAY_LOOK, Plan
 from tests.faults.ledger import Ledger
+from tests.faults.oracle import WithKills
 from tests.faults.scenario import Witness
 
 #: Longest time, s, that tasks wait after a harm to a server, a worker or a relay: all processes
@@ -83,7 +84,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class History:
+class History(WithKills):
     """
     The events of one recording; moments are in ns.
 
@@ -175,33 +176,16 @@ class History:
                 if harm not in ("children killed", "children paused"):
                     self.struck.append((entry["began_ns"], after))
 
-    def all_runs(self) -> Iterator[Run]:
+    def all_begun(self) -> Iterator[Run]:
         """Yield the runs of all tasks, each task's in order."""
         for runs in self.runs.values():
             yield from runs
-
-    def kill_of(self, run: Run) -> int | None:
-        """Return the moment of a kill in a run or right after it; None: there was none."""
-        return next((at for at in self.killed.get(run.pid, ()) if self._was_in(run, at)), None)
 
     def is_interrupted(self, run: Run) -> bool:
         """Return whether a run's process stood still, or its worker ended, in it or right after."""
         ended = [self.ended[run.worker]] if run.worker in self.ended else []
         moments = (*self.stood_still.get(run.pid, ()), *ended)
-        return any(self._was_in(run, at) for at in moments)
-
-    def _was_in(self, run: Run, moment: int) -> bool:
-        """Return whether this is the run that a process had begun last at a moment."""
-        begun = self._begun[run.pid]
-        place = bisect.bisect(begun, moment)
-        return place > 0 and begun[place - 1] == run.begun
-
-    @cached_property
-    def _begun(self) -> dict[int, list[int]]:
-        begun: dict[int, list[int]] = defaultdict(list)
-        for run in sorted(self.all_runs(), key=attrgetter("begun")):
-            begun[run.pid].append(run.begun)
-        return begun
+        return any(self.was_in(run, at) for at in moments)
 
     @cached_property
     def endings(self) -> dict[str, str]:

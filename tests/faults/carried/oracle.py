@@ -57,7 +57,7 @@ def ghosts(history: History) -> Findings:
 
 def runs_after_the_end(history: History) -> Findings:
     """No run of a task begins once its row has ended."""
-    for run in history.all_runs():
+    for run in history.all_begun():
         end = history.ends.get(run.id)
         if end is not None and run.begun > end:
             yield f"{run.id} began {(run.begun - end) / 1e9:.3f} s after its row had ended."
@@ -84,7 +84,7 @@ def needless_runs(history: History) -> Findings:
 def attempts(history: History) -> dict[tuple[str, int], list[Run]]:
     """Return the runs of each attempt of each task."""
     found: dict[tuple[str, int], list[Run]] = defaultdict(list)
-    for run in history.all_runs():
+    for run in history.all_begun():
         found[run.id, run.retries].append(run)
     return found
 
@@ -92,7 +92,7 @@ def attempts(history: History) -> dict[tuple[str, int], list[Run]]:
 def final_runs(history: History) -> dict[str, list[Run]]:
     """Return the runs of each task that ended as done or failed."""
     found: dict[str, list[Run]] = defaultdict(list)
-    for run in history.all_runs():
+    for run in history.all_begun():
         if run.ending in FINAL:
             found[run.id].append(run)
     return found
@@ -117,7 +117,7 @@ def leases_cut_short(history: History) -> Findings:
 
 def needless_deaths(history: History) -> Findings:
     """A process that is taken for dead was killed or paused, or its worker ended."""
-    gone = {run.pid for run in history.all_runs() if run.worker in history.ended}
+    gone = {run.pid for run in history.all_begun() if run.worker in history.ended}
     for death in history.deaths:
         if death.pid in gone:
             continue
@@ -147,7 +147,7 @@ def too_little(history: History) -> Findings:
 def count(history: History) -> dict[str, float]:
     """Return the figures of the run."""
     endings = Counter(history.endings.values())
-    runs, seconds = list(history.all_runs()), [one.seconds for one in history.recoveries]
+    runs, seconds = list(history.all_begun()), [one.seconds for one in history.recoveries]
     undisturbed = [one.seconds for one in history.undisturbed]
     return {
         "tasks": len(history.committed),

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from tests.faults.ledger import Ledger
-from tests.faults.oracle import Findings, Oracle, scarce
+from tests.faults.oracle import Findings, Oracle, WithKills, scarce
 from tests.faults.scenario import Witness
 from tests.faults.stages.plan import TWICE, Plan
 
@@ -55,7 +55,7 @@ class Execution:
 
 
 @dataclass
-class History:
+class History(WithKills):
     """
     The events of a run.
 
@@ -67,7 +67,7 @@ class History:
         successes: How often it was committed that the step with each task id succeeded.
         executions: The executions of each step, in order.
         lost: Processes that were told to have lost a step, with the step.
-        killed: When each killed process was, ns.
+        killed: When processes with this id were, ns.
         harms: How often each harm was done, how often it killed inside a step, and how often a
             message was delivered ``again``.
     """
@@ -80,7 +80,7 @@ class History:
     successes: Counter[str] = field(default_factory=Counter)
     executions: dict[int, list[Execution]] = field(default_factory=lambda: defaultdict(list))
     lost: set[tuple[int, int]] = field(default_factory=set)
-    killed: dict[int, int] = field(default_factory=dict)
+    killed: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     harms: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -108,25 +108,16 @@ class History:
         history.lost = {(entry["pid"], ids[entry["task_id"]]) for entry in lost}
         kills = witness.trouble.entries("killed")
         for entry in kills:
-            history.killed.setdefault(entry["child"], entry["at_ns"])
+            history.killed[entry["child"]].append(entry["at_ns"])
         history.harms = witness.trouble.tally("effect")
         history.harms["children killed"] = sum(entry["what"] == "child" for entry in kills)
         history.harms["killed inside a step"] = sum(entry["inside"] for entry in kills)
         return history
 
-    def all_executions(self) -> Iterator[Execution]:
+    def all_begun(self) -> Iterator[Execution]:
         """Yield them, each step's in order."""
         for executions in self.executions.values():
             yield from executions
-
-    def were_killed(self, executions: Iterable[Execution]) -> list[Execution]:
-        """Return those in which, or right after which, their process was killed."""
-        last: dict[int, int] = {}
-        for one in self.all_executions():
-            last[one.pid] = max(one.begun, last.get(one.pid, 0))
-        return [
-            one for one in executions if self.killed.get(one.pid, 0) > one.begun == last[one.pid]
-        ]
 
     def were_lost(self, executions: Iterable[Execution]) -> list[Execution]:
         """Return those whose process was told that it had lost the step."""
@@ -151,7 +142,7 @@ def lost_params(history: History) -> Findings:
         wanted = {f"{step.stage}.{step.position}" for step in of_run}
         if run.status == "succeeded" and run.params != wanted:
             yield f"Run {pk} lacks {sorted(wanted - run.params)}."
-    for one in history.all_executions():
+    for one in history.all_begun():
         step = history.steps[one.step]
         if one.known != step.stage * history.plan.steps:
             yield f"{step} was given {one.known} params."
@@ -190,10 +181,8 @@ def steps_succeeded(history: History) -> Findings:
 def needless_executions(history: History) -> Findings:
     """A step runs again only if its process was killed, or it was lost to another."""
     for pk, executions in history.executions.items():
-        if len(executions) < 2:
-            continue
-        causes = [*history.were_killed(executions), *history.were_lost(executions)]
-        good = [one for one in executions if one not in causes]
+        lost = history.were_lost(executions)
+        good = [one for one in executions if one not in lost and history.kill_of(one) is None]
         if len(good) > 1:
             yield f"{history.steps[pk]} ran {len(executions)} times, {len(good)} for no reason."
 
@@ -203,7 +192,7 @@ def two_at_once(history: History) -> Findings:
     for pk, executions in history.executions.items():
         lost = history.were_lost(executions)
         for first, second in pairwise(executions):
-            over = history.killed.get(first.pid) if first.ended is None else first.ended
+            over = history.kill_of(first) if first.ended is None else first.ended
             if first not in lost and (over is None or over > second.begun):
                 yield f"{history.steps[pk]} ran in {first.pid} and {second.pid} at once."
 
@@ -232,7 +221,7 @@ def too_little(history: History) -> Findings:
 
 def count(history: History) -> dict[str, float]:
     """Count what happened."""
-    executions = list(history.all_executions())
+    executions = list(history.all_begun())
     return {
         "runs": len(history.runs),
         "steps": len(history.steps),
