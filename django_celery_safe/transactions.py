@@ -118,7 +118,7 @@ def is_in_testcase(alias: str) -> bool:
 def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = connections.all(initialized_only=True)
-    return [one.alias for one in opened if in_atomic(one.alias)]
+    return [one.alias for one in opened if one.in_atomic_block and in_atomic(one.alias)]
 
 
 def has_block() -> bool:

@@ -253,6 +253,8 @@ class Sender:
         self._kept: dict[int, tuple[Send, Message]] = {}
         self._limit: SoftTimeLimitExceeded | None = None
         self._publishers: dict[Celery, Publisher] = {}
+        #: How long they may take; see :class:`Publisher`.
+        self._bounds: dict[str, Any] = {}
 
     @classmethod
     def join(cls, using: str | None) -> Self:
@@ -310,12 +312,9 @@ class Sender:
         """Publish a message; return the lock that makes it a duplicate, or None."""
         is_retry = send.goes_on and bool(message.options["headers"].get("retries"))
         if message.app not in self._publishers:
-            self._publishers[message.app] = self._make_publisher(message.app)
+            self._publishers[message.app] = Publisher(message.app, **self._bounds)
         publisher = self._publishers[message.app]
         return publisher.publish(message, again=send.goes_on, begun=is_retry, now=now)
-
-    def _make_publisher(self, app: Celery) -> Publisher:
-        return Publisher(app)
 
     def _announce(self, message: Message) -> None:
         try:
@@ -401,6 +400,7 @@ class OutboxSender(Sender):
         if self._give_up_at:
             return
         self._give_up_at = time.monotonic() + self._timeout
+        self._bounds = {"seconds": self._timeout, "until": self._give_up_at}
         try:
             ours = self._find()
         except UNSETTLED as error:
@@ -414,6 +414,7 @@ class OutboxSender(Sender):
                     self._send_kept(pk, each, message, outcomes)
         finally:
             self._end(outcomes)
+            self._kept.clear()  # otherwise all this would wait for the garbage collector
         if self._limit is not None:
             raise self._limit
 
@@ -441,15 +442,9 @@ class OutboxSender(Sender):
     def _publish(self, send: Send, message: Message, *, now: bool) -> HeldLock | None:
         if self._limit is not None:
             raise self._limit
-        if not self._has_time():
+        if time.monotonic() >= self._give_up_at:
             raise OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
         return super()._publish(send, message, now=now)
-
-    def _make_publisher(self, app: Celery) -> Publisher:
-        return Publisher(app, self._timeout, has_time=self._has_time)
-
-    def _has_time(self) -> bool:
-        return time.monotonic() < self._give_up_at
 
     def _emit_failure(self, message: Message, error: Exception) -> None:
         text = describe_error(error)

@@ -240,7 +240,7 @@ class Publisher:
             retry policy applies, on a connection of the app's own pool.
         patient: Whether a message is tried a second time even if the broker did not answer, and
             queues of the default exchange are declared again too, with a few more requests.
-        has_time: Returns whether there is time for another try.
+        until: Monotonic time after which nothing is tried again.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Publisher:
         seconds: float | None = None,
         *,
         patient: bool = False,
-        has_time: Callable[[], bool] = lambda: True,
+        until: float = math.inf,
     ) -> None:
         self.app = app
         #: Lends a producer; raises BrokerGone if the broker can't be reached.
@@ -262,7 +262,7 @@ class Publisher:
             self._lend = partial(bounded_producer, app, seconds, patient=patient)
             wait = seconds * ONE_WAIT
             self._options = {"retry": False, "timeout": wait, "confirm_timeout": wait}
-        self._patient, self._has_time = patient, has_time
+        self._patient, self._until = patient, until
         #: Set once the broker is gone, so that later messages don't wait for it.
         self.gone: BrokerGone | None = None
         #: Connections on which queues are declared again: a broker that restarted without
@@ -373,7 +373,8 @@ class Publisher:
             if not is_unreachable(self.app, error):
                 raise
             silent = is_timeout(error)
-            gives_up = (silent and (is_last or not self._patient)) or not self._has_time()
+            is_late = time.monotonic() >= self._until
+            gives_up = is_late or (silent and (is_last or not self._patient))
             if gives_up or not self._options or is_out_of_order(error):
                 raise BrokerGone(error, message if silent and is_last else None) from error
             if is_last:

@@ -22,6 +22,7 @@ from ..delivery.call import (
 )
 from ..delivery.header import get_header
 from ..exceptions import ConfigurationError, InvalidResult
+from ..leases.claim import current_claims
 from ..locks.misuse import refuse_misplaced
 from ..sending.carried_run import Run, find_run
 from ..sending.followed import Fault, find_follower
@@ -153,6 +154,7 @@ def run_step(task: Any, request: Context, do: Callable[[StepFollower], Outcome])
     if run is None and follower.begin(request.id or ""):
         return None
     follower.context = copy_context()
+    follower.context.run(current_claims.set, ())  # the claim of this run refers to the follower
     try:
         outcome = do(follower)
     except TaskPredicate:

@@ -58,11 +58,7 @@ def send_to(other: Any) -> Callable[..., Any]:
     ids=["plain", "undecorated", "decorated plain", "unique"],
 )
 def test_headers_passed_on_to_another_task_take_nothing_along(
-    base: Any,
-    decorate: Any,
-    key: str | None,
-    call: dict[str, Any],
-    mailbox: Mailbox,
+    base: Any, decorate: Any, key: str | None, call: dict[str, Any], mailbox: Mailbox
 ) -> None:
     """A run's sends have the user's headers, and their own key, lock and options, if any."""
     other = mailbox.task(decorate(names_of_locks), base=base, name="tests.other")
