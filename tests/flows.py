@@ -36,7 +36,6 @@ LIMITS: Final = {
     "step and next stage": 69,
     "last step": 47,
 }
-WIDTH: Final = max(map(len, LIMITS))
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Trace:
     def describe(self, name: str) -> str:
         """Return a line with the numbers."""
         return (
-            f"{name:{WIDTH}}  into another file {len(self.crossings):4}  limit {LIMITS[name]:4}  "
+            f"{name:23}  into another file {len(self.crossings):4}  limit {LIMITS[name]:4}  "
             f"calls {len(self.calls):4}  garbage {self.garbage}"
         )
 

@@ -162,7 +162,9 @@ class KeptProcess:
 
     def _forget(self) -> None:
         if self._keeper is not None:
-            self._keeper.communicate(timeout=10)
+            # It takes the end of its input for the end of the tests, and would remove the folder.
+            self._keeper.wait(10)
+            self._keeper.communicate()
         self._keeper = None
         self._process = None
 
