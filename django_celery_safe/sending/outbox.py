@@ -357,10 +357,9 @@ def to_row(message: Message) -> dict[str, Any]:
     options["declare"] = [_name_queue(message, queue) for queue in options["declare"] or ()]
     for name in ("exchange", "reply_to"):  # Celery takes an Exchange or a Queue too
         options[name] = getattr(options.get(name), "name", options.get(name))
-    kept = {name: getattr(message, name) for name in KEPT}
-    properties = {**kept, "options": options, "app": message.app.main}
+    kept = {name: value for name in KEPT if (value := getattr(message, name)) is not None}
     try:
-        text = dumps({name: value for name, value in properties.items() if value is not None})
+        text = dumps({**kept, "options": options, "app": message.app.main})
     except (TypeError, ValueError) as error:
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error

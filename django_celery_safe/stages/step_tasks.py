@@ -154,7 +154,8 @@ def run_step(task: Any, request: Context, do: Callable[[StepFollower], Outcome])
     if run is None and follower.begin(request.id or ""):
         return None
     follower.context = copy_context()
-    follower.context.run(current_claims.set, ())  # the claim of this run refers to the follower
+    if run is not None:
+        follower.context.run(current_claims.set, ())  # the run's own refers to the follower
     try:
         outcome = do(follower)
     except TaskPredicate:
