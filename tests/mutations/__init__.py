@@ -13,7 +13,7 @@ from typing import NamedTuple
 #: The tests that hold the promises of each room.
 TESTS = {
     "ground": "tests/test_databases.py tests/test_pruning.py tests/test_exceptions.py "
-    "tests/test_signals.py tests/test_texts.py tests/test_mistakes.py tests/sending/test_relay.py "
+    "tests/test_signals.py tests/test_texts.py tests/test_checks.py tests/sending/test_relay.py "
     "tests/locks/test_fork.py",
     "leases": "tests/locks tests/contract tests/idempotency",
     "locks": "tests/locks tests/contract",

@@ -11,9 +11,12 @@ leases.lease:Lease.remaining: a forked child believes that it holds its parent's
 +self.lost
 leases.lease:Lease.remaining: a holder trusts a lease in memcached beyond its end
 - - self.store.early
-leases.lease:Lease.began: a lease is trusted from the answer on, not from the request
+leases.lease:Lease.began: an extended lease is trusted from the answer on, not from the request
 -self.asked_at = asked_at
 +self.asked_at = clock.now()
+leases.renewer:Lane._renew: a renewed lease is trusted from the answer on, not from the request
+-lease.asked_at, lease.renew_at = asked_at,
++lease.asked_at, lease.renew_at = clock.now(),
 leases.lease:RENEW_AFTER: a lease is renewed only when it is over
 -1 / 3
 +1 / 1
