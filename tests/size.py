@@ -105,7 +105,7 @@ PARTS: Final = (
         12_206,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
-    Part("tests", "lines", 29_659, lambda: sum_code("tests")),
+    Part("tests", "lines", 29_658, lambda: sum_code("tests")),
     Part("example", "lines", 1_408, lambda: sum_code("example_project")),
     Part("docs", "words", 31_559, lambda: sum(map(count_words, read_pages()))),
     Part("docs", "pages", 27, lambda: len(read_pages())),
