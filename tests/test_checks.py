@@ -122,7 +122,7 @@ DEFERRED = {"ENGINE": SQLITE, "NAME": "a"}
 SETTINGS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("E001", "no setting 'LOCK_TIMOUT'.*'LOCK_TIMEOUT'", ours(LOCK_TIMOUT=9), ours(LOCK_TIMEOUT=9)),
     ("E001", "no setting 'COLOUR'.*It knows: LOCK_CACHE", ours(COLOUR="blue"), {}),
-    ("E001", "has no key 'record'. .*mean 'records'", ours(RETENTION={"record": 60}), {}),
+    ("E001", "no key 'sen'.*mean 'sent'", ours(RETENTION={"sen": 9}), ours(RETENTION={"sent": 9})),
     ("E001", "has to be a dict.*Write DJANGO", {"DJANGO_CELERY_SAFE": "not a dict"}, {}),
     ("E001", "LOCK_TIMEOUT.*The default is 30", ours(LOCK_TIMEOUT=None), {}),
     ("E001", "OUTBOX='forever'", ours(OUTBOX="forever"), ours(OUTBOX=False)),
